@@ -1,0 +1,1 @@
+"""From partitioned parameters to files."""

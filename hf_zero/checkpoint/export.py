@@ -1,0 +1,108 @@
+"""Whole weights of a partitioned model: as a state dict, and as the folder that `save_pretrained` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.engine import torch_compat
+from hf_zero.engine.world import World, world_of
+from hf_zero.gathered import gather_whole
+
+_WRITING_S = 3600.0  # the other ranks wait this long for the one that writes
+
+
+def world_of_model(model: nn.Module) -> World | None:
+    """The ranks that `model` is partitioned over; None if none of its parameters is."""
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            return world_of(param)
+    return None
+
+
+def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str] | None = None) -> dict[str, Any]:
+    """The state dict of a model with whole tensors on the CPU, gathered one parameter at a time.
+
+    Called by all ranks together. Tied parameters are gathered once and share memory, as they do unsharded. Beside the
+    tensors that it keeps, a rank holds one whole tensor at a time.
+
+    Args:
+        model: any module; what is not partitioned is taken as it is.
+        keep: whether this rank wants the result; the others take part in the gathers and get an empty dict.
+        names: only these entries, the same on every rank.
+
+    Returns:
+        Entry name -> tensor of the parameter's shape, in the dtype at rest.
+
+    Raises:
+        CollectiveError: a rank did not take part.
+    """
+    world = world_of_model(model)
+    gathered: dict[tuple[int, int], Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if names is not None and name not in names:
+            continue
+        if not isinstance(value, Tensor):
+            if keep:
+                state[name] = value
+            continue
+        key = _identity(value)
+        if key not in gathered:
+            whole = gather_whole(value, world) if isinstance(value, DTensor) else value.detach()
+            gathered[key] = whole.cpu() if keep else torch.empty(0)
+        if keep:
+            state[name] = gathered[key]
+    return state
+
+
+def _identity(value: Tensor) -> tuple[int, int]:
+    """The same for two entries of a tied parameter, on a rank without rows as well."""
+    local = torch_compat.local_of(value)
+    return local.untyped_storage()._cdata, int(local.storage_offset())
+
+
+def save_whole(
+    model: nn.Module,
+    original: Callable[..., Any],
+    save_directory: Any,
+    is_main_process: bool,
+    state_dict: dict[str, Any] | None,
+    **kwargs: Any,
+) -> None:
+    """`save_pretrained` of a partitioned model: all ranks gather, rank 0 (or whoever is the main process) writes.
+
+    Args:
+        model: the model.
+        original: its own `save_pretrained`.
+        save_directory: as there.
+        is_main_process: whether this rank writes; only rank 0 does by default.
+        state_dict: whole or sharded values to write; the model's own by default.
+        **kwargs: passed on.
+
+    Raises:
+        CollectiveError: a rank did not call it.
+    """
+    world = world_of_model(model)
+    if world is None:
+        original(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        return
+    world.meet("save_pretrained (all ranks must call it)")
+    writes = is_main_process and world.rank == 0
+    if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
+        state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model))
+    if writes:
+        original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+    world.meet("the end of save_pretrained", max(_WRITING_S, world.config.timeout_s))
+
+
+def _names_to_save(model: nn.Module) -> set[str] | None:
+    """Only what is trained, for a model with adapters, which saves nothing else; everything otherwise."""
+    if not hasattr(model, "peft_config"):
+        return None
+    frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    return {name for name in model.state_dict() if name not in frozen}

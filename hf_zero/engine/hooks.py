@@ -1,0 +1,231 @@
+"""Module and autograd hooks -> engine events.
+
+[Note: life of a call] When a module that needs units is called, its pre-hook makes them whole, passes the whole tensors
+through `_Gather` (an autograd function without inputs of its own, so that its backward gets all their gradients at once)
+and puts them into the modules; the forward hook puts the shards back. The first gradient of an output makes the units
+whole again, into the same storages, and puts the *same* function outputs back, since a checkpointed `forward` is
+recomputed without module hooks. Autograd runs ready nodes by sequence number, latest first, and the function's node is
+older than everything inside the call: so its backward runs after the rest of the call, and may release the units.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.unit import Lease, Unit
+from hf_zero.errors import UsageError
+
+if TYPE_CHECKING:
+    from hf_zero.engine.engine import ZeroEngine
+
+
+_events = itertools.count()  # the order in which forwards of calls begin and end
+
+
+class Call:
+    """One call of a module that needs units, and the graph it leaves.
+
+    It must not refer to the whole tensors: they refer to it, through the graph, and a cycle through C++ is never freed.
+    """
+
+    def __init__(self, entry: Entry, units: list[Unit]) -> None:
+        self.entry = entry
+        self.units = units
+        self.epochs = [unit.epoch for unit in units]
+        self.parameters: list[ZeroParameter] = []
+        self.leases: list[Lease] = []
+        self.has_function = False
+        self.is_done = False  # its gradients have come, at least once
+        self.session: object | None = None  # the backward in which they came last
+        self.gradients: dict[int, Tensor] = {}  # id(ZeroParameter) -> what has come of its whole gradient
+        self.graph_task = -1  # the backward, or the one nested in it, in which the first gradient of an output came
+        self.began = next(_events)
+        self.ended: int | None = None  # its forward
+
+    def release(self, keeps: bool = False) -> None:
+        """Give back all leases; see `Lease.give_back`."""
+        leases, self.leases = self.leases, []
+        for lease in leases:
+            lease.give_back(keeps)
+
+    def check_not_outdated(self) -> None:
+        """Raise if a unit's parameters have changed since this call's forward."""
+        for unit, epoch in zip(self.units, self.epochs, strict=True):
+            if unit.epoch != epoch:
+                raise UsageError(
+                    f"the parameters of {unit.name!r} were changed (an optimizer step, or mark_dirty) after the forward "
+                    "that this backward belongs to: its saved values are gone; run the forward again"
+                )
+
+
+class _Gather(torch.autograd.Function):
+    """Hands out whole parameters; its backward gets all their gradients at once."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: Call, engine: ZeroEngine) -> tuple[Tensor, ...]:
+        ctx.call, ctx.engine = call, engine
+        ctx.set_materialize_grads(False)
+        tensors = engine.whole_tensors(call)
+        frozen = [t for t, p in zip(tensors, call.parameters, strict=True) if not p.param.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.engine.on_gradients(ctx.call, gradients)
+        return None, None, None
+
+
+class _BackwardEnd(torch.autograd.Function):
+    """Identity on the inputs of a call without trainable parameters; its backward is the last node of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, engine: ZeroEngine, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.engine = call, engine
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.engine.on_call_backward_end(ctx.call)
+        return None, None, *gradients
+
+
+class Entry:
+    """The hooks of one module whose calls need units."""
+
+    def __init__(self, engine: ZeroEngine, module: nn.Module, units: list[Unit]) -> None:
+        self.units = units
+        self.backward_call: Call | None = None  # whose tensors are in the modules during backward
+        self._engine = weakref.ref(engine)
+        self._stack: list[tuple[Call, list[Tensor]] | None] = []
+        self.handles = [
+            module.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True),
+            module.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        engine = self._engine()
+        if engine is None or self.backward_call is not None or self._stack:
+            # Recomputed inside its own backward, or called from within itself: the whole tensors are in place.
+            self._stack.append(None)
+            return None
+        if self._is_gathered_elsewhere():
+            self._stack.append(None)
+            return None
+        call = Call(self, self.units)
+        self._stack.append((call, []))  # before anything can raise: the forward hook pops it in any case
+        engine.acquire(call)
+        for unit in self.units:
+            call.parameters.extend(unit.parameters)
+        is_traced = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if is_traced and any(p.param.requires_grad for p in call.parameters):
+            call.has_function = True
+            tensors = list(_Gather.apply(engine.anchor, call, engine))  # type: ignore[no-untyped-call]
+            for unit in self.units:
+                unit.live_calls.add(call)
+        else:
+            tensors = engine.whole_tensors(call)
+            if is_traced:
+                args, kwargs = _mark_backward_end(call, engine, args, kwargs)
+        self._stack[-1] = (call, tensors)
+        engine.install(call, tensors)
+        return args, kwargs
+
+    def _is_gathered_elsewhere(self) -> bool:
+        """Whether the modules hold whole parameters already, inside `GatheredParameters`."""
+        whole = [p.is_whole_elsewhere for unit in self.units for p in unit.parameters]
+        if any(whole) and not all(whole):
+            raise UsageError(
+                f"a forward of {self.units[0].name!r} inside GatheredParameters needs all of its parameters to be gathered, or "
+                "none: give GatheredParameters the module"
+            )
+        return any(whole)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        top = self._stack.pop() if self._stack else None
+        engine = self._engine()
+        if top is None or engine is None:
+            return
+        call, tensors = top
+        call.ended = next(_events)
+        engine.uninstall(call)
+        watched = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if not torch.is_grad_enabled():
+            watched = []
+        call.release(keeps=bool(watched) and not engine.world.config.reshard_after_forward)
+        if watched:
+            on_gradient = _OnOutputGradient(engine, call, tensors)
+            for tensor in watched:
+                tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """Forget calls that never came to their end."""
+        self._stack.clear()
+        self.backward_call = None
+
+
+class _OnOutputGradient:
+    """Tensor hook: the backward of a call begins when the first of its outputs has a gradient."""
+
+    def __init__(self, engine: ZeroEngine, call: Call, tensors: list[Tensor]) -> None:
+        self._engine, self._call, self._tensors = engine, call, tensors
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._engine.on_call_backward_begin(self._call, self._tensors)
+
+
+def _mark_backward_end(call: Call, engine: ZeroEngine, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not chosen:
+        return args, kwargs
+    marked = _BackwardEnd.apply(call, engine, *[leaves[i] for i in chosen])  # type: ignore[no-untyped-call]
+    for i, tensor in zip(chosen, marked, strict=True):
+        leaves[i] = tensor
+    new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
+    return new_args, new_kwargs
+
+
+class Hook:
+    """A module hook that a deep copy or a pickle of the module does not take along.
+
+    Args:
+        call: the hook.
+        copied_as: the hook of a deep copy of the module; none by default.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None, copied_as: Any = None) -> None:
+        self._call = None if call is None else torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        self.copied_as = copied_as
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the hook."""
+        return None if self._call is None else self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return Hook(None) if self.copied_as is None else copy.deepcopy(self.copied_as, memo)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
+        return Hook, (None,)
+
+
+def watch_plain_gradients(p: ZeroParameter, on_gradient: Callable[[ZeroParameter], None]) -> Any:
+    """Call `on_gradient(p)` whenever autograd has added to the gradient of a plain parameter; returns the handle."""
+    owner, of_parameter = weakref.WeakMethod(on_gradient), weakref.ref(p)
+
+    def hook(_: Tensor) -> None:  # a tensor's hooks are invisible to the garbage collector: no cycle through them
+        call, parameter = owner(), of_parameter()
+        if call is not None and parameter is not None:
+            call(parameter)
+
+    return p.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

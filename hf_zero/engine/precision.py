@@ -1,0 +1,45 @@
+"""Which dtype a parameter is kept, computed and reduced in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.config import ZeroConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes asked for; None stands for the parameter's own.
+
+    Attributes:
+        compute: dtype of the whole parameters that modules see.
+        master: dtype of the shard that the optimizer updates.
+        reduce: dtype in which gradients are summed over the ranks.
+    """
+
+    compute: torch.dtype | None
+    master: torch.dtype | None
+    reduce: torch.dtype | None
+
+    @classmethod
+    def from_config(cls, config: ZeroConfig) -> Precision:
+        """Read the three dtypes of `config`; "auto" becomes None."""
+        return cls(*(_DTYPES.get(name) for name in (config.compute_dtype, config.master_dtype, config.reduce_dtype)))
+
+    def compute_for(self, dtype: torch.dtype) -> torch.dtype:
+        """The compute dtype of a parameter that was made in `dtype`."""
+        return self.compute if self.compute is not None and dtype.is_floating_point else dtype
+
+    def master_for(self, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:
+        """The dtype at rest of a parameter that was made in `dtype`; a frozen one needs no master."""
+        if not requires_grad or not dtype.is_floating_point or self.master is None:
+            return dtype
+        return torch.promote_types(self.master, dtype)
+
+    def reduce_for(self, grad_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a gradient of `grad_dtype` is summed over the ranks."""
+        return grad_dtype if self.reduce is None or grad_dtype == torch.float64 else self.reduce

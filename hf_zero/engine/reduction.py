@@ -1,0 +1,295 @@
+"""Gradients of one backward: reduced unit by unit in the agreed order, bounded in flight, added to the shards' `.grad`."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_zero.engine.collectives import Exchange, Rows
+from hf_zero.engine.order import ReductionOrder
+from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.unit import Unit
+from hf_zero.engine.world import World
+from hf_zero.errors import CollectiveError, PartitionError
+
+_BITS = 62  # bits of a bitmap that are sent in one int64
+
+
+def _words(bits: int, count: int) -> list[int]:
+    """A bitmap of `count` bits as int64 values."""
+    return [bits >> start & (1 << _BITS) - 1 for start in range(0, count, _BITS)]
+
+
+def _fingerprint(trainable: Sequence[ZeroParameter]) -> int:
+    """A number that tells apart which parameters are trainable."""
+    return zlib.crc32("\n".join(p.name for p in trainable).encode())
+
+
+def _check_trainable(fingerprints: Iterable[int]) -> None:
+    if len(set(fingerprints)) > 1:
+        raise PartitionError(
+            "the ranks do not train the same parameters: requires_grad must be set alike on all of them"
+        )
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A unit's gradients on their way: which parameter gets which rows, and which ones this rank has used."""
+
+    num_bytes: int
+    exchanges: list[Exchange]
+    results: list[tuple[ZeroParameter, Tensor, bool]]
+
+
+@dataclass(eq=False)
+class Reducer:
+    """Reduces the gradients of one backward pass.
+
+    [Note: agreed reductions] Ranks may use different parameters: an expert that got no token, a branch not taken. All
+    of them reduce the same units in the same order nevertheless; who has no gradient adds zeros. At the end they agree
+    which parameters anybody used: the others keep `.grad = None`, since an optimizer step with a zero gradient is not a
+    step without one (weight decay, moments).
+
+    Args:
+        units: all units with a trainable parameter, by number.
+        world: the ranks; more than one.
+        expected: the order of reductions, the same on every rank.
+        num_parameters: of the whole model, trainable or not.
+    """
+
+    units: dict[int, Unit]
+    world: World
+    expected: Sequence[int]
+    num_parameters: int
+    _order: ReductionOrder = field(init=False)
+    _gradients: dict[int, deque[dict[int, Tensor]]] = field(default_factory=dict)
+    _in_flight: deque[_InFlight] = field(default_factory=deque)
+    _used: set[int] = field(default_factory=set)
+    _unused: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._order = ReductionOrder([index for index in self.expected if index in self.units])
+
+    def ready(self, unit: Unit, gradients: dict[int, Tensor]) -> None:
+        """A unit's whole gradients are there.
+
+        Args:
+            unit: the unit.
+            gradients: id(ZeroParameter) -> gradient of the whole shape; never written to. Those not used are missing.
+        """
+        self._used.update(gradients)
+        self._gradients.setdefault(unit.index, deque()).append(gradients)
+        for index in self._order.ready(unit.index):
+            self._start(index)
+
+    def finish(self) -> list[int]:
+        """Reduce what is left, agree on what was used, and add everything to `.grad`.
+
+        Returns:
+            The order of reductions to expect in the next backward, the same on every rank.
+        """
+        for index in self._order.rest():
+            self._start(index)
+        leftover = self._order.leftover()
+        parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
+        reports = self._agree(parameters, bool(leftover))
+        if any(report.has_leftover for report in reports):
+            self._reduce_leftover(leftover)
+        while self._in_flight:
+            self._complete()
+        used_somewhere = 0
+        for report in reports:
+            used_somewhere |= report.used
+        for position, p in enumerate(parameters):
+            if id(p) in self._unused and used_somewhere >> position & 1:
+                p.add_grad(self._unused[id(p)])
+        return self._next_order(any(report.is_unexpected for report in reports))
+
+    def abandon(self) -> None:
+        """The backward broke off: wait for what is under way, and drop it."""
+        while self._in_flight:
+            for exchange in self._in_flight.popleft().exchanges:
+                exchange.wait()
+
+    def _start(self, index: int) -> None:
+        unit = self.units[index]
+        waiting = self._gradients.get(index)
+        gradients = waiting.popleft() if waiting else {}
+        collectives = self.world.collectives
+        assert collectives is not None
+        sharded: list[Rows] = []
+        outputs: list[Tensor] = []
+        summed: list[Tensor] = []
+        results: list[tuple[ZeroParameter, Tensor, bool]] = []
+        num_bytes = 0
+        for p in unit.trainable():
+            grad = gradients.get(id(p))
+            is_used = grad is not None
+            flat = self._flat(p, grad)
+            num_bytes += flat.nbytes
+            if p.is_sharded:
+                output = flat.new_empty(p.layout.local_numel(p.rank))
+                sharded.append(Rows(flat, p.layout))
+                outputs.append(output)
+                results.append((p, output, is_used))
+            else:
+                own = flat.clone() if is_used and flat.data_ptr() == grad.data_ptr() else flat  # type: ignore[union-attr]
+                summed.append(own)
+                results.append((p, own, is_used))
+        while self._in_flight and self._bytes_in_flight() + num_bytes > self.world.config.bucket_bytes:
+            self._complete()
+        exchanges = []
+        if sharded:
+            exchanges.append(collectives.reduce_scatter(sharded, outputs, unit.name))
+        if summed:
+            exchanges.append(collectives.all_reduce(summed, unit.name))
+        self._in_flight.append(_InFlight(num_bytes, exchanges, results))
+
+    def _flat(self, p: ZeroParameter, grad: Tensor | None) -> Tensor:
+        if grad is None:
+            dtype = self.world.precision.reduce_for(p.compute_dtype)
+            return torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
+        return grad.to(self.world.precision.reduce_for(grad.dtype)).reshape(-1)
+
+    def _bytes_in_flight(self) -> int:
+        return sum(item.num_bytes for item in self._in_flight)
+
+    def _complete(self) -> None:
+        """Wait for the oldest reduction and add its rows to the gradients."""
+        item = self._in_flight.popleft()
+        for exchange in item.exchanges:
+            exchange.wait()
+        for p, rows, is_used in item.results:
+            if self.world.config.gradient_reduction == "mean":
+                rows.div_(self.world.num_ranks)
+            if is_used:
+                p.add_grad(rows)
+            elif id(p) in self._unused:
+                self._unused[id(p)].add_(rows)
+            else:
+                self._unused[id(p)] = rows
+
+    def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
+        used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
+        words = _words(used, self.num_parameters)
+        assert self.world.collectives is not None
+        trail = self.world.collectives.trail
+        flags = [int(has_leftover), int(self._order.is_unexpected()), _fingerprint(parameters), trail]
+        rows = self.world.collectives.agree([*flags, *words], "the end of backward")
+        _check_trainable(row[2] for row in rows)
+        if len({row[3] for row in rows}) > 1:
+            raise CollectiveError(
+                "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
+                "in stage 3 every rank must call the same units in the same order"
+            )
+        return [
+            _Report(bool(row[0]), bool(row[1]), sum(word << i * _BITS for i, word in enumerate(row[4:])))
+            for row in rows
+        ]
+
+    def _reduce_leftover(self, leftover: list[int]) -> None:
+        """Reduce units once more, as often as the rank that has most is waiting with them."""
+        indices = sorted(self.units)
+        assert self.world.collectives is not None
+        rows = self.world.collectives.agree([leftover.count(index) for index in indices], "units reduced again")
+        for index, *counts in zip(indices, *rows, strict=True):
+            for _ in range(max(counts)):
+                self._start(index)
+
+    def _next_order(self, is_unexpected: bool) -> list[int]:
+        """The order of rank 0's backward, where any rank's went in another one than expected."""
+        if not is_unexpected:
+            return list(self.expected)
+        assert self.world.collectives is not None
+        seen = self._order.seen()
+        lengths = self.world.collectives.agree([len(seen)], "length of the order of reductions")
+        longest = max(length for (length,) in lengths)
+        rows = self.world.collectives.agree(seen + [-1] * (longest - len(seen)), "order of reductions")
+        order = [index for index in rows[0] if index >= 0]
+        return order + [index for index in self.expected if index not in order]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank says at the end of a backward: bit i of `used` stands for the i-th trainable parameter."""
+
+    has_leftover: bool
+    is_unexpected: bool
+    used: int
+
+
+@dataclass(eq=False)
+class LocalReducer:
+    """The same for one rank: nothing to reduce, so a gradient is added where it comes."""
+
+    world: World
+
+    def ready(self, unit: Unit, gradients: dict[int, Tensor]) -> None:
+        """Add a unit's gradients to `.grad`."""
+        for p in unit.trainable():
+            grad = gradients.get(id(p))
+            if grad is not None:
+                own = grad.to(self.world.precision.reduce_for(grad.dtype))
+                # Autograd may hand one tensor to several parameters.
+                p.add_grad((own.clone() if own is grad else own).reshape(-1))
+
+    def finish(self) -> list[int]:
+        """Nothing is left to do."""
+        return []
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
+
+@dataclass(eq=False)
+class WholeReducer:
+    """For parameters that are plain leaves (stage 0 in one dtype): averages their whole `.grad` at the end of backward."""
+
+    parameters: list[ZeroParameter]
+    world: World
+    _touched: set[int] = field(default_factory=set)
+
+    def touch(self, p: ZeroParameter) -> None:
+        """Autograd has added to the gradient of `p`."""
+        self._touched.add(id(p))
+
+    def finish(self) -> None:
+        """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`."""
+        collectives = self.world.collectives
+        assert collectives is not None
+        trainable = [p for p in self.parameters if p.param.requires_grad]
+        has = [id(p) in self._touched and p.param.grad is not None for p in trainable]
+        used = sum(1 << position for position, is_used in enumerate(has) if is_used)
+        words = _words(used, len(self.parameters))
+        rows = collectives.agree([_fingerprint(trainable), *words], "the end of backward")
+        _check_trainable(row[0] for row in rows)
+        anywhere = [0] * len(words)
+        for _, *row in rows:
+            anywhere = [left | right for left, right in zip(anywhere, row, strict=True)]
+        self._touched.clear()
+        bucket: list[Tensor] = []
+        for position, p in enumerate(trainable):
+            if not anywhere[position // _BITS] >> position % _BITS & 1:
+                continue
+            if p.param.grad is None:
+                p.param.grad = torch.zeros_like(p.param)
+            bucket.append(p.param.grad)
+            if sum(grad.nbytes for grad in bucket) > self.world.config.bucket_bytes:
+                self._average(bucket)
+                bucket = []
+        if bucket:
+            self._average(bucket)
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        assert self.world.collectives is not None
+        flats = [grad if grad.is_contiguous() else grad.contiguous() for grad in gradients]
+        self.world.collectives.all_reduce([flat.view(-1) for flat in flats], "gradients").wait()
+        for grad, flat in zip(gradients, flats, strict=True):
+            flat.div_(self.world.num_ranks)
+            if flat is not grad:
+                grad.copy_(flat)

@@ -1,0 +1,100 @@
+"""The private names of torch that hf_zero stands on, in one place; tests/test_seams.py fails when one of them moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from hf_zero.engine.layout import RowLayout
+
+
+def wrap_local(local: Tensor, layout: RowLayout, mesh: DeviceMesh) -> DTensor:
+    """A `DTensor` of `layout.shape` over this rank's rows `local`, without communication."""
+    placement = Shard(0) if layout.num_ranks > 1 else Replicate()
+    shape, stride = torch.Size(layout.shape), _row_major(layout.shape)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
+    """A `DTensor` placed as `parameter` is, over `local`; a tenth of the cost of `DTensor.from_local`."""
+    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor` (the tensor itself where it is plain), without autograd."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.detach()
+
+
+def set_local(parameter: nn.Parameter, local: Tensor) -> None:
+    """Let the rows of `parameter` live in the memory of `local` (same shape and dtype)."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local
+
+
+class replaced_by_whole:  # noqa: N801  (a context manager, used like a function)
+    """Within: the sharded `parameter` is a replicated `DTensor` over `whole`; afterwards it is what it was."""
+
+    def __init__(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        self._parameter, self._whole = cast(DTensor, parameter), whole
+
+    def __enter__(self) -> None:
+        self._before = (self._parameter._local_tensor, self._parameter._spec)
+        mesh = self._parameter.device_mesh
+        spec = DTensor.from_local(self._whole, mesh, [Replicate()], run_check=False)._spec
+        self._parameter._local_tensor, self._parameter._spec = self._whole, spec
+
+    def __exit__(self, *_: object) -> None:
+        self._parameter._local_tensor, self._parameter._spec = self._before
+
+
+def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: int) -> torch.UntypedStorage:
+    """A storage of its own over a range of bytes of `storage`, which it keeps alive.
+
+    Tensors made on it have storage offset 0 (so that `copy.deepcopy` of a `DTensor` works) and a version counter of
+    their own.
+    """
+    return cast(torch.UntypedStorage, storage[start_bytes : start_bytes + num_bytes])
+
+
+def tensor_on(storage: torch.UntypedStorage, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of `shape` over the memory of `storage` from `offset_bytes` on; a new version counter."""
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset_bytes // dtype.itemsize, shape, _row_major(shape))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def forget_old_groups() -> None:
+    """Empty DTensor's caches: they hand out equal meshes of process groups that may have been destroyed since."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass just now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs just now; one nested in another has its own."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward pass is complete; never, if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

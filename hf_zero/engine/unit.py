@@ -1,0 +1,198 @@
+"""Unit: parameters that are gathered, released and reduced together, with the one state machine of their whole memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.engine import torch_compat
+from hf_zero.engine.buffers import GatheredMemory
+from hf_zero.engine.collectives import Exchange, Rows
+from hf_zero.engine.layout import place
+from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.world import World
+
+
+class Residency(Enum):
+    """Where the whole tensors of a unit stand.
+
+    RELEASED -> (start_gather) -> GATHERING -> (acquire) -> WHOLE -> (last lease given back) -> RELEASED. Units that stay
+    whole between uses go from WHOLE to GATHERING when the optimizer has stepped.
+    """
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class Lease:
+    """The right to read a unit's whole tensors; given back once, or when nobody holds it any more."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def give_back(self, keeps: bool = False) -> None:
+        """Give the right back; a second call does nothing.
+
+        Args:
+            keeps: leave the unit whole until a backward of one of its calls has ended, or its parameters have changed.
+        """
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.is_kept = unit.is_kept or keeps
+            unit._give_back()
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+class Unit:
+    """A set of parameters that are made whole together.
+
+    Args:
+        index: its number; the same on every rank.
+        name: for the ledger, errors and summaries.
+        parameters: in a fixed order; none belongs to another unit.
+        entries: the modules whose calls need the parameters.
+        world: the ranks.
+        memory: what counts gathered bytes.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameters: list[ZeroParameter],
+        entries: list[nn.Module],
+        world: World,
+        memory: GatheredMemory,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.parameters = parameters
+        self.entries = entries
+        self.epoch = 0
+        self.residency = Residency.RELEASED
+        # Whole between forward and backward. Told by events that all ranks share, never by the life of a graph: ranks
+        # drop theirs at different times, and must gather alike.
+        self.is_kept = False
+        self.live_calls: weakref.WeakSet[object] = weakref.WeakSet()
+        self._world = world
+        self._memory = memory
+        self._leases = 0
+        self._pending: list[Exchange] = []
+        # A parameter that is whole at rest, in the compute dtype, is read where it lives.
+        self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype]
+        offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
+        self._offsets = dict(zip(map(id, self._buffered), offsets, strict=True))
+        self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
+        self.keeps_whole = not world.config.policy.shards_parameters
+        if self.keeps_whole:
+            self._move_in()
+
+    def _move_in(self) -> None:
+        """Stages 0 to 2: take the memory for good; rows of the same dtype move into it, so the gather copies nothing."""
+        self._storage.resize_(self.buffer_nbytes)
+        for p in self._buffered:
+            if p.is_sharded and p.param.dtype == p.compute_dtype:
+                p.move_into(self._storage, self._offsets[id(p)])
+
+    def trainable(self) -> list[ZeroParameter]:
+        """The parameters that get gradients now."""
+        return [p for p in self.parameters if p.param.requires_grad]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole tensors may be read."""
+        return self.residency is Residency.WHOLE
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether somebody reads the whole tensors."""
+        return self._leases > 0
+
+    def start_gather(self, only: Iterable[ZeroParameter] | None = None) -> None:
+        """Begin to make the whole tensors, as every rank does at this point; `acquire` waits for it.
+
+        Args:
+            only: parameters of this unit whose rows have changed; all by default.
+        """
+        self._wait()
+        if not self.keeps_whole:
+            self._memory.take(self._storage, self.buffer_nbytes)
+        chosen = self._buffered if only is None else [p for p in only if id(p) in self._offsets]
+        items = []
+        for p in chosen:
+            flat = self._flat(p)
+            p.fill_own_rows(flat)
+            if p.is_sharded:
+                items.append(Rows(flat, p.layout))
+        if items:
+            assert self._world.collectives is not None
+            self._pending.append(self._world.collectives.gather(items, self.name))
+        self.residency = Residency.GATHERING
+
+    def _flat(self, p: ZeroParameter) -> Tensor:
+        # Made anew each time: autograd's saved views must not see the version counter that the transport bumps.
+        return torch_compat.tensor_on(self._storage, self._offsets[id(p)], (p.layout.padded_numel,), p.compute_dtype)
+
+    def _wait(self) -> None:
+        while self._pending:
+            self._pending[0].wait()
+            self._pending.pop(0)
+
+    def acquire(self) -> Lease:
+        """Wait until the whole tensors are there, and hold them.
+
+        Raises:
+            CollectiveError: a peer did not take part.
+        """
+        if self.residency is Residency.RELEASED:
+            self.start_gather()
+        self._wait()
+        self.residency = Residency.WHOLE
+        self._leases += 1
+        return Lease(self)
+
+    def _give_back(self) -> None:
+        self._leases -= 1
+        self.release_if_unused()
+
+    def release_if_unused(self) -> None:
+        """Give the memory back, if no one holds a lease and the unit does not stay whole."""
+        if self._leases or self.is_kept or self.keeps_whole or self.residency is Residency.RELEASED:
+            return
+        self._wait()
+        self._memory.give_back(self._storage)
+        self.residency = Residency.RELEASED
+
+    def whole_tensors(self) -> list[Tensor]:
+        """The whole parameters, in the compute dtype, as new tensors over the unit's memory; needs a lease."""
+        assert self.is_whole, f"{self.name} is {self.residency.value}"
+        tensors = []
+        for p in self.parameters:
+            if id(p) in self._offsets:
+                offset = self._offsets[id(p)]
+                tensors.append(torch_compat.tensor_on(self._storage, offset, p.layout.shape, p.compute_dtype))
+            else:
+                tensors.append(p.local.detach())
+        return tensors
+
+    def changed(self, parameters: Iterable[ZeroParameter]) -> None:
+        """`parameters` of this unit have new rows on every rank: whole tensors made before are old.
+
+        Units that stay whole start to gather the new rows at once; the next use waits for them.
+        """
+        self.epoch += 1
+        self.is_kept = False
+        if self.keeps_whole:
+            self.start_gather(parameters)
+        elif self._leases:
+            self._wait()
+            self.residency = Residency.RELEASED  # a graph still holds the old bytes; the next use gathers again
+        else:
+            self.release_if_unused()

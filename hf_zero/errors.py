@@ -1,0 +1,21 @@
+"""The errors that hf_zero raises: each says what is wrong, where, and what to do."""
+
+
+class ZeroError(Exception):
+    """Base of every error raised by hf_zero."""
+
+
+class ConfigError(ZeroError, ValueError):
+    """A configuration has an unknown key, a wrong value, or asks for what cannot be combined."""
+
+
+class PartitionError(ZeroError, RuntimeError):
+    """A model or a parameter cannot be partitioned, or was changed behind the engine's back."""
+
+
+class CollectiveError(ZeroError, RuntimeError):
+    """An exchange between ranks failed: a peer is gone, is late, or did something else."""
+
+
+class UsageError(ZeroError, RuntimeError):
+    """A call that cannot work in this place, in this order, or with these arguments."""

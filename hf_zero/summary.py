@@ -1,0 +1,91 @@
+"""The start-up summary: what is partitioned, what a rank holds, what will move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.parameter import ZeroParameter
+
+_ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes that one rank holds between steps, by kind, and what it receives.
+
+    Attributes:
+        parameters: rows or whole tensors at rest, and the whole copies that stages 0 to 2 compute with.
+        gradients: as they stand between micro-batches.
+        optimizer: two states a trainable parameter, as Adam has.
+        largest_unit: the most that a single unit takes while it is whole.
+        traffic: received in a step of one micro-batch; agreements and small change left out.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    largest_unit: int
+    traffic: int
+
+
+def model_states(engine: ZeroEngine) -> ModelStates:
+    """Compute the sizes from the layout; nothing is measured or allocated."""
+    policy, world = engine.world.config.policy, engine.world
+    others = (world.num_ranks - 1) / world.num_ranks
+    parameters = gradients = optimizer = 0
+    gathered = reduced = 0.0
+    for p in engine.parameters:
+        own = p.layout.local_numel(p.rank)
+        has_copy = bool(engine.units) and not policy.shards_parameters and (p.is_sharded or _casts(p))
+        shares = p.is_sharded and not _casts(p)  # the rows lie inside the whole copy
+        parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
+        parameters += p.whole_nbytes if has_copy else 0
+        if p.is_sharded:
+            gathered += p.whole_nbytes * others
+        if not p.param.requires_grad:
+            continue
+        optimizer += _ADAM_STATES * own * p.param.dtype.itemsize
+        grad_size = world.precision.reduce_for(p.compute_dtype).itemsize
+        whole_grads = not policy.shards_gradients and world.num_ranks > 1
+        gradients += p.layout.numel * grad_size if whole_grads else own * p.param.dtype.itemsize
+        reduced += (1 if p.is_sharded else 2) * p.layout.numel * grad_size * others
+    traffic = reduced + gathered * (2 if policy.shards_parameters else 1)
+    largest = max((unit.buffer_nbytes for unit in engine.units), default=0)
+    return ModelStates(parameters, gradients, optimizer, largest, round(traffic))
+
+
+def _casts(p: ZeroParameter) -> bool:
+    return p.compute_dtype != p.param.dtype
+
+
+def summary(engine: ZeroEngine) -> str:
+    """At most 15 lines about a partitioned model, for rank 0 to show when training starts."""
+    world, config = engine.world, engine.world.config
+    states = model_states(engine)
+    total = sum(p.layout.numel for p in engine.parameters)
+    trainable = sum(p.layout.numel for p in engine.parameters if p.param.requires_grad)
+    collectives = world.collectives
+    exchange = "none (one process)" if collectives is None else f"{collectives.name} on {collectives.backend}"
+    dtypes = sorted({str(p.compute_dtype).removeprefix("torch.") for p in engine.parameters})
+    rest = sorted({str(p.param.dtype).removeprefix("torch.") for p in engine.parameters if p.param.requires_grad})
+    units = (
+        f"{len(engine.units)}" if engine.units else "none needed (every rank computes with its own whole parameters)"
+    )
+    rows = [
+        ("stage", f"{config.stage}, world size {world.num_ranks}"),
+        ("exchange", exchange),
+        ("units", units),
+        ("parameters", f"{total:,} ({trainable:,} trainable)"),
+        ("dtypes", f"compute {', '.join(dtypes)}; optimizer updates {', '.join(rest) or 'nothing'}"),
+        ("a rank: parameters", _mib(states.parameters)),
+        ("a rank: gradients", _mib(states.gradients)),
+        ("a rank: optimizer", f"{_mib(states.optimizer)} (two states, as Adam)"),
+        ("largest unit", _mib(states.largest_unit)),
+        ("traffic a step", f"{_mib(states.traffic)} received by a rank (one micro-batch)"),
+    ]
+    return "\n".join(["hf_zero", *(f"  {name:<20}{value}" for name, value in rows)])
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

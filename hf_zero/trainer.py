@@ -1,0 +1,182 @@
+"""ZeRO under the plain `transformers.Trainer`: `ZeroTrainingArguments(zero=...)`, `ZeroCallback`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_zero import init, trainer_patch
+from hf_zero.config import CONFIG_VARIABLE, ZeroConfig, load_with_import
+from hf_zero.engine.engine import engine_of
+from hf_zero.errors import ConfigError, UsageError
+from hf_zero.plugin import use_cpu_without_accelerator
+from hf_zero.shard import shard_model
+from hf_zero.summary import summary
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
+    """`TrainingArguments` with one argument more; make them before the model, as with DeepSpeed.
+
+    From then on `from_pretrained` partitions models while it loads them, and the plain `Trainer` trains them; models
+    loaded `with hf_zero.disabled():` stay whole, and `hf_zero.undo()` ends it. With `zero=None` (and no HF_ZERO_CONFIG)
+    these are ordinary arguments.
+
+    Args:
+        zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
+            `bf16=True`, a `compute_dtype` of "auto" becomes bfloat16.
+
+    Attributes:
+        zero_config: the `ZeroConfig` that was read; None without one.
+
+    Raises:
+        ConfigError: the configuration has a mistake, or contradicts another argument.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "zero"]  # noqa: RUF012
+
+    # HfArgumentParser takes the second type of the union for the command line.
+    zero: dict | str | None = field(  # type: ignore[type-arg]
+        default=None, metadata={"help": "ZeRO configuration: a YAML or JSON file, or JSON text."}
+    )
+
+    def __post_init__(self) -> None:
+        """Read the configuration, start the process group, and partition models from now on."""
+        use_cpu_without_accelerator()
+        self.zero_config = self._read_config()
+        if self.zero_config is not None:
+            self._check_combination()  # before transformers starts what cannot be combined
+            if not torch.accelerator.is_available():
+                self.use_cpu = True  # else transformers refuses bf16
+        super().__post_init__()
+        if self.zero_config is None:
+            return
+        if self.bf16 and self.zero_config.compute_dtype == "auto":
+            self.zero_config = self.zero_config.replace(compute_dtype="bfloat16")
+        _ = self.device  # starts the process group
+        init.activate(self.zero_config, self.device)
+        trainer_patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
+
+    def _read_config(self) -> ZeroConfig | None:
+        if self.zero is None and not os.environ.get(CONFIG_VARIABLE):
+            return None
+        config, imported = load_with_import(self.zero)
+        if imported is not None:
+            self._take_over(imported.training)
+            logger.info("%s", imported.table())
+        return config
+
+    def _take_over(self, values: Mapping[str, Any]) -> None:
+        """Use what a DeepSpeed file says about training; where an argument says something else, it is an error."""
+        defaults = {name: entry.default for name, entry in type(self).__dataclass_fields__.items()}
+        for name, value in values.items():
+            if name not in defaults:
+                continue
+            mine = getattr(self, name)
+            if mine not in (defaults[name], value):
+                raise ConfigError(f"{name} is {value!r} in the DeepSpeed configuration but {mine!r} in the arguments")
+            setattr(self, name, value)
+
+    def _check_combination(self) -> None:
+        if self.fsdp or self.deepspeed:
+            raise ConfigError("zero cannot be combined with fsdp or deepspeed: keep one of them")
+        if "adafactor" in str(getattr(self.optim, "value", self.optim)):
+            raise ConfigError(
+                "optim='adafactor' needs whole matrices, which hf_zero cannot give it yet; use adamw_torch"
+            )
+        if getattr(self, "enable_jit_checkpoint", False):
+            raise ConfigError("enable_jit_checkpoint saves at another step on every rank, which cannot work with zero")
+        if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
+            raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
+        if self.fp16:
+            raise ConfigError("fp16 is not supported with zero yet (it needs loss scaling); use bf16=True")
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} casts the parameters that are being trained; use compute_dtype in zero instead"
+                )
+
+
+class ZeroCallback(TrainerCallback):  # type: ignore[misc]
+    """Partitions what the Trainer is about to train, if it is not yet, and shows a summary when training starts.
+
+    Attached by itself with `ZeroTrainingArguments`; given explicitly beside a model made under `Init`.
+
+    Args:
+        config: for a model that is not partitioned yet; None takes `args.zero_config`.
+
+    Raises:
+        UsageError: optimizer state would have to be saved or loaded.
+    """
+
+    def __init__(self, config: ZeroConfig | Mapping[str, Any] | str | None = None) -> None:
+        self._config = None if config is None else ZeroConfig.load(config)
+        trainer_patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
+
+    @property
+    def config(self) -> ZeroConfig | None:
+        """The configuration given to the callback itself."""
+        return self._config
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Show what is partitioned, on rank 0."""
+        engine = engine_of(_unwrap(model)) if model is not None else None
+        if engine is not None and engine.world.rank == 0:
+            sys.stderr.write(summary(engine) + "\n")
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`'s wrapper."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: list[Any]) -> None:
+    """What the Trainer does first: refuse what cannot work yet, and give the model its engine."""
+    config = getattr(args, "zero_config", None)
+    for callback in callbacks:
+        if isinstance(callback, ZeroCallback) and callback.config is not None:
+            config = callback.config
+    if model is None:
+        return
+    is_ours = init.is_partitioned(model)
+    if config is None and not is_ours:
+        return
+    if init.is_left_whole(model):
+        return
+    refuse_optimizer_state(args)
+    if not is_ours and config is not None and _is_worth_a_warning(config):
+        logger.warning(
+            "the model was made before its ZeroTrainingArguments, so every rank holds all of it: it is partitioned now; "
+            "make the arguments first, and it is partitioned while it loads"
+        )
+    shard_model(model, config)
+
+
+def _is_worth_a_warning(config: ZeroConfig) -> bool:
+    return config.policy.shards_parameters
+
+
+def refuse_optimizer_state(args: TrainingArguments) -> None:
+    """Raise, on all ranks alike, if the Trainer is asked to save optimizer state or to resume, which does not work yet.
+
+    Raises:
+        UsageError: `save_strategy` would save optimizer state, or `resume_from_checkpoint` is set.
+    """
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    if strategy != "no" and not args.save_only_model:
+        raise UsageError(
+            f"save_strategy={strategy!r} would save optimizer state, which hf_zero cannot do yet: set save_only_model=True "
+            "to save weights alone, or save_strategy='no' and call trainer.save_model() at the end"
+        )
+    trainer_patch.refuse_resume(args.resume_from_checkpoint)

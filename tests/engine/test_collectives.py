@@ -1,0 +1,255 @@
+"""The exchanges between ranks: what they compute, what they count, and what they say when ranks do not agree."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero.engine.collectives import Collectives, Rows, choose, make_collectives
+from hf_zero.engine.layout import RowLayout
+from hf_zero.errors import CollectiveError
+from hf_zero.ledger import Ledger
+from tests.ranks import RankFailure, run_alone, run_ranks
+
+_SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2)]  # rows that do not divide, fewer than ranks, none
+_BOTH = pytest.mark.parametrize("choice", ["pairwise", "native"])
+_ANY_RANKS = pytest.mark.parametrize("num_ranks", [2, 3])
+_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def _make(choice: str, timeout_s: float = 20.0) -> Collectives:
+    dist.barrier()  # a worker that imports for the first time is late, and some tests wait for a short time only
+    collectives = make_collectives(choice, torch.device("cpu"), timeout_s, Ledger())
+    assert collectives is not None and collectives.name == choice
+    return collectives
+
+
+def _layouts(num_ranks: int) -> list[RowLayout]:
+    return [RowLayout(shape, num_ranks) for shape in _SHAPES]
+
+
+def _values(rank: int, index: int, layout: RowLayout, dtype: torch.dtype) -> Tensor:
+    return torch.randn(layout.numel, generator=torch.Generator().manual_seed(10 * rank + index)).to(dtype)
+
+
+def _gather(choice: str, dtype: torch.dtype) -> None:
+    collectives = _make(choice)
+    rank, num_ranks = collectives.rank, collectives.num_ranks
+    items = []
+    for index, layout in enumerate(_layouts(num_ranks)):
+        flat = torch.full((layout.padded_numel,), torch.nan, dtype=dtype)
+        (first, last), (start, stop) = layout.span(rank), layout.local_span_in_chunk(rank)
+        flat[start:stop] = _values(0, index, layout, dtype)[first:last]
+        items.append(Rows(flat, layout))
+    exchange = collectives.gather(items, "unit")
+    for _ in range(2):
+        exchange.wait()
+    for index, item in enumerate(items):
+        assert torch.equal(item.flat[: item.layout.numel], _values(0, index, item.layout, dtype))
+    entry = collectives.ledger.entries["gather", "unit"]
+    received = {
+        "native": sum(item.flat.nbytes * (num_ranks - 1) // num_ranks for item in items),
+        "pairwise": sum((i.layout.numel - i.layout.local_numel(rank)) * dtype.itemsize for i in items),
+    }
+    assert (entry.calls, entry.bytes) == (1, received[choice]) and exchange.is_done
+
+
+@_BOTH
+@_ANY_RANKS
+@_DTYPES
+def test_gather_completes_every_ranks_rows(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(_gather, num_ranks, choice, dtype)
+
+
+def _reduce_scatter(choice: str, dtype: torch.dtype) -> None:
+    collectives = _make(choice)
+    rank, num_ranks = collectives.rank, collectives.num_ranks
+    layouts = _layouts(num_ranks)
+    items = [Rows(_values(rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
+    outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=dtype) for layout in layouts]
+    collectives.reduce_scatter(items, outputs, "unit").wait()
+    for index, (layout, output) in enumerate(zip(layouts, outputs, strict=True)):
+        terms = [_values(peer, index, layout, dtype)[slice(*layout.span(rank))] for peer in range(num_ranks)]
+        expected = terms[0].clone()
+        for term in terms[1:]:
+            expected += term  # in rank order, in `dtype`
+        if choice == "pairwise" or num_ranks == 2:
+            assert torch.equal(output, expected)
+        else:  # the transport adds in an order of its own: one rounding of a sum below 8
+            torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert collectives.ledger.total("reduce_scatter").calls == 1
+
+
+@_BOTH
+@_ANY_RANKS
+@_DTYPES
+def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(_reduce_scatter, num_ranks, choice, dtype)
+
+
+def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
+    collectives = _make(choice)
+    layout = RowLayout((6, 4), collectives.num_ranks)
+    collectives.gather([Rows(torch.zeros(24), layout)], "a").wait()
+    collectives.reduce_scatter([Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a").wait()
+    collectives.all_reduce([torch.zeros(24), torch.zeros(0)], "a").wait()
+    return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce"))
+
+
+@_BOTH
+@_ANY_RANKS
+def test_ledger_counts_what_a_rank_receives(choice: str, num_ranks: int) -> None:
+    one = 24 * 4 * (num_ranks - 1) // num_ranks
+    assert run_ranks(_bytes_of_whole_rows, num_ranks, choice) == [(one, one, 2 * one)] * num_ranks
+
+
+def _all_reduce(choice: str) -> list[Tensor]:
+    collectives = _make(choice)
+    tensors = [torch.randn(5, generator=torch.Generator().manual_seed(collectives.rank)), torch.ones(3), torch.ones(0)]
+    collectives.all_reduce(tensors, "unit").wait()
+    return tensors
+
+
+@_BOTH
+def test_all_reduce_gives_the_same_bits_on_every_rank(choice: str) -> None:
+    results = run_ranks(_all_reduce, 3, choice)
+    terms = [torch.randn(5, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    torch.testing.assert_close(results[0][0], sum(terms))
+    assert torch.equal(results[0][1], torch.full((3,), 3.0))
+    for other in results[1:]:
+        assert all(torch.equal(left, right) for left, right in zip(results[0], other, strict=True))
+
+
+def _broadcast(source: int) -> tuple[Tensor, Tensor, int]:
+    collectives = _make("pairwise")
+    rank = collectives.rank
+    strided, scalar = torch.full((4, 3), float(rank)).t(), torch.tensor(rank)
+    collectives.broadcast(strided, source, "strided")
+    collectives.broadcast(scalar, source, "scalar")
+    collectives.broadcast(torch.empty(0), source, "nothing")
+    return strided, scalar, collectives.ledger.total("broadcast").bytes
+
+
+def test_broadcast_copies_from_its_source_whatever_the_strides() -> None:
+    for rank, (strided, scalar, received) in enumerate(run_ranks(_broadcast, 3, 1)):
+        assert torch.equal(strided, torch.ones(3, 4)) and scalar.item() == 1
+        assert received == (0 if rank == 1 else 12 * 4 + 8)
+
+
+def _orders_of_kinds_differ(choice: str) -> None:
+    """A rank without gradients for a unit reduces it later, after other gathers: no kind may wait for the other."""
+    collectives = _make(choice)
+    layout = RowLayout((4,), 2)
+    rank = collectives.rank
+    whole = torch.zeros(4)
+    whole[2 * rank : 2 * rank + 2] = rank + 1.0
+    output = torch.empty(2)
+
+    def gather() -> None:
+        collectives.gather([Rows(whole, layout)], "a").wait()
+
+    def reduce() -> None:
+        started.append(collectives.reduce_scatter([Rows(torch.arange(4.0), layout)], [output], "b"))
+
+    started: list = []
+    calls: list[Callable[[], None]] = [reduce, gather] if rank else [gather, reduce]
+    for call in calls:
+        call()
+    started[0].wait()
+    assert torch.equal(whole, torch.tensor([1.0, 1.0, 2.0, 2.0]))
+    assert torch.equal(output, 2 * torch.arange(4.0)[2 * rank : 2 * rank + 2])
+
+
+@_BOTH
+def test_gathers_and_reductions_keep_an_order_each(choice: str) -> None:
+    run_ranks(_orders_of_kinds_differ, 2, choice)
+
+
+def _swapped_units(kind: str) -> str:
+    collectives = _make("pairwise", timeout_s=2.0)
+    layout = RowLayout((4,), 2)
+    with pytest.raises(CollectiveError) as caught:
+        for name in ("a", "b") if collectives.rank else ("b", "a"):
+            if kind == "gather":
+                collectives.gather([Rows(torch.zeros(4), layout)], name).wait()
+            else:
+                collectives.reduce_scatter([Rows(torch.zeros(4), layout)], [torch.empty(2)], name).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce_scatter"])
+def test_exchange_of_another_unit_of_equal_shape_raises(kind: str) -> None:
+    left, right = run_ranks(_swapped_units, 2, kind)
+    assert f"rank 1 in {kind} of 'b'" in left and f"rank 0 in {kind} of 'a'" in right
+
+
+def _late(choice: str) -> str:
+    collectives = _make(choice, timeout_s=1.0)
+    if collectives.rank == 1:
+        return ""
+    with pytest.raises(CollectiveError, match="gather of 'unit'") as caught:
+        collectives.gather([Rows(torch.zeros(4), RowLayout((4,), 2))], "unit").wait()
+    return str(caught.value)
+
+
+def test_rank_that_never_comes_is_named_after_the_timeout() -> None:
+    message = run_ranks(_late, 2, "pairwise")[0]
+    assert "rank 0 waited 1 s for rank 1" in message and "timeout_s" in message
+    assert "waited 1 s for its peers" in run_ranks(_late, 2, "native")[0]
+
+
+def _leave() -> None:
+    collectives = _make("pairwise", timeout_s=20.0)
+    if collectives.rank == 1:
+        raise ValueError("on rank 1 only")
+    collectives.gather([Rows(torch.zeros(4), RowLayout((4,), 2))], "unit").wait()
+
+
+def test_rank_that_is_gone_is_named_at_once() -> None:
+    left, right = run_ranks(_leave, 2, expect_failure=True, timeout_s=15.0)
+    assert isinstance(left, RankFailure) and left.type_name == "CollectiveError"
+    assert "lost rank 1 in gather of 'unit'" in left.message
+    assert isinstance(right, RankFailure) and right.type_name == "ValueError"
+
+
+def _agree() -> list[list[int]]:
+    collectives = _make("pairwise")
+    collectives.meet("here")
+    assert collectives.agree((), "nothing") == [[], [], []]
+    return collectives.agree([collectives.rank, -(2**62)], "numbers")
+
+
+def test_agree_shows_every_ranks_values_to_every_rank() -> None:
+    assert run_ranks(_agree, 3) == [[[0, -(2**62)], [1, -(2**62)], [2, -(2**62)]]] * 3
+
+
+def _disagree(labels: list[str], counts: list[int]) -> str:
+    collectives = _make("pairwise")
+    rank = dist.get_rank()
+    with pytest.raises(CollectiveError) as caught:
+        collectives.agree([7] * counts[rank], labels[rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("labels", "counts"), [(["save", "load"], [1, 1]), (["save", "save"], [1, 2])])
+def test_agree_names_what_each_rank_was_at(labels: list[str], counts: list[int]) -> None:
+    for rank, message in enumerate(run_ranks(_disagree, 2, labels, counts)):
+        peer = 1 - rank
+        assert f"rank {rank} is at {labels[rank]!r} ({counts[rank]} values)" in message
+        assert f"rank {peer} is at {labels[peer]!r} ({counts[peer]} values)" in message
+
+
+def test_auto_chooses_pairwise_on_gloo_and_native_elsewhere() -> None:
+    assert [choose("auto", backend).name for backend in ("gloo", "nccl")] == ["pairwise", "native"]
+    assert choose("native", "gloo").name == "native"
+
+
+def _nobody() -> bool:
+    return make_collectives("auto", torch.device("cpu"), 1.0, Ledger()) is None
+
+
+def test_one_rank_has_nothing_to_exchange() -> None:
+    assert run_alone(_nobody)
+    assert run_ranks(_nobody, 1) == [True]

@@ -1,0 +1,272 @@
+"""When a unit's parameters are whole: kept whole, resharded or not, gathered ahead; seen in the ledger and in memory."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_zero.engine.unit import Unit
+from tests.engine.test_engine import Net, Twins, batch, square_loss
+from tests.ranks import run_ranks
+
+_NUM_UNITS = 5  # enter, three blocks, head
+
+
+def _gathers(twins: Twins) -> dict[str, int]:
+    return {unit: entry.calls for (kind, unit), entry in twins.engine.world.ledger.entries.items() if kind == "gather"}
+
+
+def _counts_by_stage(stage: int) -> tuple[int, int, int, int]:
+    twins = Twins(stage)
+    twins.step()
+    ledger = twins.engine.world.ledger
+    ledger.reset()
+    with twins.model.no_sync():
+        square_loss(twins.model, twins.own()).backward()
+    square_loss(twins.model, twins.own()).backward()
+    before_step = ledger.total("gather").calls
+    for optimizer in twins.optimizers:
+        optimizer.step()
+    reduced = ledger.total("reduce_scatter").calls
+    return before_step, ledger.total("gather").calls - before_step, reduced, ledger.total("all_reduce").calls
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (0, (0, 0, 0, 1)),  # one bucket at the last micro-batch
+        (1, (0, _NUM_UNITS, _NUM_UNITS, 0)),  # gathered at the step, reduced at the last micro-batch
+        (2, (0, _NUM_UNITS, 2 * _NUM_UNITS, 0)),  # reduced at every micro-batch
+        (3, (4 * _NUM_UNITS, 0, 2 * _NUM_UNITS, 0)),  # gathered for each forward and each backward
+    ],
+)
+def test_exchanges_of_two_micro_batches_and_a_step(stage: int, expected: tuple[int, int, int, int]) -> None:
+    assert run_ranks(_counts_by_stage, 2, stage) == [expected, expected]
+
+
+def _residency(stage: int, reshard: bool) -> None:
+    twins = Twins(stage, reshard_after_forward=reshard) if stage == 3 else Twins(stage)
+    units, memory = twins.engine.units, twins.engine.memory
+    whole = sum(unit.buffer_nbytes for unit in units)
+    for _ in range(2):
+        assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
+        loss = square_loss(twins.model, twins.own())
+        assert [unit.is_leased for unit in units] == [not reshard] * _NUM_UNITS
+        if stage == 3:
+            assert memory.bytes == (0 if reshard else whole)
+        loss.backward()
+        assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
+        if stage == 3:
+            assert memory.bytes == 0
+            assert all(unit._storage.nbytes() == 0 for unit in units)
+        twins.backward_reference()
+        twins.update()
+
+
+@pytest.mark.parametrize(("stage", "reshard"), [(1, True), (2, True), (3, True), (3, False)])
+def test_units_are_leased_from_forward_to_backward_only_without_resharding(stage: int, reshard: bool) -> None:
+    run_ranks(_residency, 2, stage, reshard)
+
+
+def _peak(reshard: bool, prefetch_bytes: int) -> float:
+    twins = Twins(3, reshard_after_forward=reshard, prefetch_bytes=prefetch_bytes)
+    twins.step(2)
+    twins.engine.memory.reset_peak()
+    twins.step(2)
+    return twins.engine.memory.peak_bytes / sum(unit.buffer_nbytes for unit in twins.engine.units)
+
+
+def test_peak_of_gathered_bytes_is_one_unit_or_with_prefetch_more_or_without_resharding_all() -> None:
+    # A block is 28% of the model. Without prefetch one unit is whole at a time, or two where backward passes a border.
+    assert run_ranks(_peak, 2, True, 0)[0] < 0.6
+    assert run_ranks(_peak, 2, True, 2**20)[0] > 0.9
+    assert run_ranks(_peak, 2, False, 0)[0] == 1.0
+
+
+def _not_resharded() -> None:
+    counts = {}
+    for reshard in (True, False):
+        twins = Twins(3, reshard_after_forward=reshard)
+        twins.step()
+        twins.engine.world.ledger.reset()
+        twins.step()
+        counts[reshard] = _gathers(twins)
+    assert set(counts[True].values()) == {2} and set(counts[False].values()) == {1}
+
+
+def test_reshard_after_forward_false_saves_one_gather_of_each_unit() -> None:
+    run_ranks(_not_resharded, 2)
+
+
+def _graph_dropped() -> None:
+    twins = Twins(3, reshard_after_forward=False)
+    twins.step()
+    for _ in range(2):
+        output = twins.model(twins.own())
+        assert twins.engine.memory.bytes > 0
+        del output
+        gc.collect()
+        assert twins.engine.memory.bytes == 0
+    with torch.no_grad():
+        twins.model(twins.own())
+    assert twins.engine.memory.bytes == 0
+    twins.step()
+
+
+def test_memory_comes_back_when_the_graph_is_dropped_without_resharding() -> None:
+    run_ranks(_graph_dropped, 2)
+
+
+def _step_between(config: dict[str, Any]) -> None:
+    """A graph that still holds leases when the optimizer steps must not keep old weights for the next forward."""
+    twins = Twins(3, reshard_after_forward=False, **config)
+    twins.step()
+    kept = twins.model(batch(0, 40))
+    twins.step(2)
+    twins.assert_same_output()
+    del kept
+    twins.step()
+    assert twins.engine.memory.bytes == 0
+
+
+def test_forward_after_a_step_is_fresh_while_an_older_graph_holds_its_units() -> None:
+    run_ranks(_step_between, 2, {})
+
+
+def _kept_whole(stage: int) -> None:
+    twins = Twins(stage, keep_whole_numel=11)
+    for name, p in twins.model.named_parameters():
+        assert isinstance(p, DTensor)
+        assert (p.placements == (Replicate(),)) == (p.numel() <= 11), name
+    twins.step(3)
+    ledger = twins.engine.world.ledger
+    small = sum(p.nbytes for p in twins.reference.parameters() if p.numel() <= 11)
+    assert ledger.total("all_reduce").bytes == 3 * small  # 2 * bytes * (ranks - 1) / ranks, three times
+    twins.assert_same_output()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_small_parameters_stay_whole_and_train_right(stage: int) -> None:
+    run_ranks(_kept_whole, 2, stage)
+
+
+def _all_kept_whole(stage: int) -> None:
+    twins = Twins(stage, keep_whole_numel=10**6)
+    twins.step(3)
+    assert twins.engine.world.ledger.total("gather").calls == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_is_gathered_where_all_parameters_stay_whole(stage: int) -> None:
+    run_ranks(_all_kept_whole, 2, stage)
+
+
+def _events(prefetch_bytes: int, act: Callable[[Twins], None]) -> list[tuple[str, int]]:
+    """The order in which gathers were started and waited for while `act` ran."""
+    twins = Twins(3, prefetch_bytes=prefetch_bytes)
+    events: list[tuple[str, int]] = []
+    originals = Unit.start_gather, Unit.acquire
+
+    def start_gather(self: Unit, *args: Any) -> None:
+        events.append(("start", self.index))
+        originals[0](self, *args)
+
+    def acquire(self: Unit) -> Any:
+        events.append(("use", self.index))
+        return originals[1](self)
+
+    twins.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "start_gather", start_gather)
+        patch.setattr(Unit, "acquire", acquire)
+        act(twins)
+    return events
+
+
+def _forward(twins: Twins) -> None:
+    square_loss(twins.model, twins.own())
+
+
+def _step(twins: Twins) -> None:
+    twins.step()
+
+
+def _ahead(events: list[tuple[str, int]]) -> list[int]:
+    """For each use, how many gathers had been started that were not used yet, itself included."""
+    return [
+        sum(kind == "start" for kind, _ in events[:position]) - sum(kind == "use" for kind, _ in events[:position])
+        for position, (kind, _) in enumerate(events)
+        if kind == "use"
+    ]
+
+
+def test_gathers_start_ahead_in_the_recorded_order_within_the_budget() -> None:
+    in_time = run_ranks(_events, 2, 0, _forward)[0]
+    assert in_time == [event for index in range(_NUM_UNITS) for event in (("start", index), ("use", index))]
+    block = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)
+    one_ahead = run_ranks(_events, 2, 2 * block, _forward)[0]
+    assert [index for kind, index in one_ahead if kind == "start"] == list(range(_NUM_UNITS))
+    assert _ahead(one_ahead)[:2] == [2, 2]
+    all_ahead = run_ranks(_events, 2, 2**20, _forward)[0]
+    assert all_ahead[:_NUM_UNITS] == [("start", index) for index in range(_NUM_UNITS)]
+
+
+def test_gathers_start_ahead_in_backward_too() -> None:
+    events = run_ranks(_events, 2, 2**20, _step)[0]
+    started = [index for kind, index in events if kind == "start"]
+    assert started == [*range(_NUM_UNITS), *reversed(range(_NUM_UNITS))]
+    assert max(_ahead(events)[_NUM_UNITS:]) == _NUM_UNITS
+
+
+def _counts(prefetch_bytes: int) -> dict[tuple[str, str], tuple[int, int]]:
+    twins = Twins(3, prefetch_bytes=prefetch_bytes)
+    for _ in range(2):
+        twins.step()
+        twins.assert_same_output()
+        square_loss(twins.model, twins.own())  # never goes back
+    return {key: (entry.calls, entry.bytes) for key, entry in twins.engine.world.ledger.entries.items()}
+
+
+def test_prefetch_moves_no_byte_more() -> None:
+    assert run_ranks(_counts, 2, 0) == run_ranks(_counts, 2, 2**20)
+
+
+class Skipping(Net):
+    """Leaves out a block when told to."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.enter(x))
+        return self.head(self.blocks[2](x if self.skips else self.blocks[1](x)))
+
+
+def _skip_prefetched() -> None:
+    twins = Twins(3, Skipping, prefetch_bytes=2**20)
+    for skips in (False, False, True, True, False):
+        twins.model.skips = twins.reference.skips = skips
+        loss = square_loss(twins.model, twins.own())
+        assert twins.engine.memory.bytes == 0
+        loss.backward()
+        assert twins.engine.memory.bytes == 0
+        twins.backward_reference()
+        twins.update()
+
+
+def test_units_gathered_ahead_but_skipped_give_their_memory_back() -> None:
+    run_ranks(_skip_prefetched, 2)
+
+
+def _poisoned(stage: int, reshard: bool) -> None:
+    twins = Twins(stage) if stage < 3 else Twins(stage, reshard_after_forward=reshard)
+    twins.engine.memory.poison = True
+    twins.step(3)
+    twins.assert_same_output()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_released_memory_is_never_read(reshard: bool) -> None:
+    run_ranks(_poisoned, 2, 3, reshard)

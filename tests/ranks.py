@@ -1,0 +1,299 @@
+"""A warm pool of rank processes for tests: each imports torch and transformers once and then serves many jobs.
+
+[Note: the life of a job]
+1. The parent sends one job to each of workers 0..n-1; each joins a gloo group, runs the function, and replies.
+2. A rank that failed leaves its group at once, so that its peers see it. A rank that succeeded stays: closing a socket
+   that a peer still reads from would make that peer fail.
+3. When all have replied, or are late or dead, the parent tells them to clean up; each replies again when it is clean.
+   Those that are late (here after `_CLEAN_S`) or dead are replaced.
+Each worker has one pipe to the parent, of which no other process holds an end: it closes when either dies.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import queue
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from math import inf
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast, overload
+
+import numpy
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+_ROOT = str(Path(__file__).resolve().parent.parent)
+_START_S, _CLEAN_S, _GROUP_LIMIT, _TAIL_CHARS = 120.0, 5.0, timedelta(seconds=60), 16_000
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Of this moment: what a test patches later must not stay in a worker that happens to start in that test.
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+_ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+if sys.platform == "linux":
+    _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo resolves the host's name, which may be slow or fail
+_NOTHING = pickle.dumps(pickle.dumps(None))  # the reply of a worker that is ready or clean
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What a rank raised; `type_name` is RankDied for a process that ended and RankTimeout for one without a reply."""
+
+    rank: int
+    type_name: str
+    message: str
+    traceback: str  # and the end of what the rank wrote to stdout and stderr during the job
+    failed_at_s: float = 0.0  # monotonic clock, one for all processes of a machine
+
+
+class RankError(RuntimeError):
+    """One or more ranks failed; `failures` holds them, the first to fail first."""
+
+    def __init__(self, job_name: str, failures: list[RankFailure]) -> None:
+        self.failures = failures
+        texts = [f"--- rank {each.rank}: {each.type_name}: {each.message}\n{each.traceback}" for each in failures]
+        super().__init__("\n".join([f"{job_name} failed; the first to fail first:", *texts]))
+
+
+def serve(pipe_fd: int, folder: str) -> None:
+    """Run jobs until the pipe to the parent closes; entered by `python -c` in a worker process."""
+    pipe: Connection[Any, Any] = Connection(pipe_fd)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_pipe, args=(pipe, inbox, folder), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    importlib.import_module("transformers")
+    torch.set_num_threads(1)
+    gc.freeze()  # collections between jobs then skip what the imports made
+    pipe.send_bytes(_NOTHING)
+    while True:
+        reply = _run_job(*pickle.loads(inbox.get()))
+        pipe.send_bytes(pickle.dumps(reply))
+        if isinstance(reply, RankFailure):
+            _leave_group()
+        inbox.get()  # see [Note: the life of a job], 3
+        _clean_up()
+        pipe.send_bytes(_NOTHING)
+
+
+def _read_pipe(pipe: "Connection[Any, Any]", inbox: "queue.SimpleQueue[bytes]", folder: str) -> None:
+    """Hand messages to the main thread; end the process when the parent is gone, whatever the main thread does."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            inbox.put(pipe.recv_bytes())
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _run_job(call: bytes, launcher: dict[str, str], store: str) -> bytes | RankFailure:
+    """Call the function of `call` in a group that meets at the file `store`, or in none if `launcher` is empty."""
+    rank = int(launcher.get("RANK", 0))
+    try:
+        if launcher:
+            os.environ.update(launcher)
+            dist.init_process_group("gloo", f"file://{store}", _GROUP_LIMIT, int(launcher["WORLD_SIZE"]), rank)
+            dist.barrier()  # a rank that fails at once must not leave while its peers still connect to it
+        fn, args, kwargs = pickle.loads(call)
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(0)
+        return pickle.dumps(fn(*args, **kwargs))
+    except BaseException as error:
+        return RankFailure(rank, type(error).__name__, str(error), traceback.format_exc(), time.monotonic())
+
+
+def _leave_group() -> None:
+    gc.collect()  # first the works and tensors in the cycles that a failure leaves
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # then the groups that meshes in cycles hold: gloo closes its sockets when they go
+
+
+def _clean_up() -> None:
+    """Undo what a job may leave behind; an error here ends the process, and the parent replaces it."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    _leave_group()
+    os.environ.clear()
+    os.environ.update(_ENVIRONMENT)
+    os.chdir(_ROOT)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+
+
+class _Worker:
+    """One worker process, its pipe, and its folder: the log of its output, the store of its jobs."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.is_ready = rank, False
+        self.folder = tempfile.mkdtemp(prefix=f"hf_zero_rank{rank}_")
+        self.log = Path(self.folder, "log")
+        self._pipe, far_end = Pipe()
+        fd = far_end.fileno()
+        code = f"import sys; sys.path.insert(0, {_ROOT!r}); from tests.ranks import serve; serve({fd}, {self.folder!r})"
+        with far_end, self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-X", "faulthandler", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_ENVIRONMENT,
+                cwd=_ROOT,
+                pass_fds=(fd,),
+                start_new_session=True,  # Ctrl-C is for the parent, which then ends the workers
+            )
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # a worker that is gone is noticed by receive()
+            self._pipe.send_bytes(message)
+
+    def receive(self, deadline_s: float) -> bytes | None:
+        """The next message, or None when there is none by then; ChildProcessError when the process has ended."""
+        try:
+            # In steps, because a process that a job forked may hold the pipe open after the worker's end.
+            while not self._pipe.poll(max(0.0, min(0.1, deadline_s - time.monotonic()))):
+                if self.process.poll() is not None and not self._pipe.poll():
+                    raise EOFError
+                if time.monotonic() >= deadline_s:
+                    return None
+            return self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+            code = self.kill()
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise ChildProcessError(f"the process ended: {how}") from None
+
+    def kill(self) -> int:
+        """End the process and those that its jobs forked; its exit code, of an earlier end where there was one."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own group: it was started as a session's leader
+        return self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self._pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_workers: dict[int, _Worker] = {}
+
+
+def close_pool() -> None:
+    """End all workers, as the end of this process would; a later job starts new ones."""
+    while _workers:
+        _workers.popitem()[1].close()
+
+
+def _run(call: bytes, num_ranks: int, limit_s: float, *, has_group: bool) -> list[bytes | RankFailure]:
+    """Run one job, see [Note: the life of a job]; a failure of any kind on a rank is its reply."""
+    try:
+        workers = _start(num_ranks)
+        starting = [worker for worker in workers if not worker.is_ready]
+        _results("the start of workers", _next_replies(starting, _START_S))
+        for worker in starting:
+            worker.is_ready = True
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        store = f"{workers[0].folder}/store{time.monotonic_ns()}"
+        for worker in workers:
+            values = (worker.rank, num_ranks, worker.rank, num_ranks, "127.0.0.1", port)
+            launcher = dict(zip(_LAUNCHER_VARIABLES, map(str, values), strict=True)) if has_group else {}
+            os.truncate(worker.log, 0)
+            worker.send(pickle.dumps((call, launcher, store)))
+        replies = _next_replies(workers, limit_s)
+        for worker in workers:
+            worker.send(b"clean up")
+        _next_replies([worker for worker in workers if worker.process.returncode is None], _CLEAN_S)
+        _start(num_ranks)  # in the place of ended ones; they get ready while the parent goes on
+        return replies
+    except BaseException:  # Ctrl-C in the middle of a job: no worker is in a known state
+        close_pool()
+        raise
+
+
+def _start(num_ranks: int) -> list[_Worker]:
+    for rank in range(num_ranks):
+        if rank in _workers and _workers[rank].process.poll() is not None:
+            _workers.pop(rank).close()
+        if rank not in _workers:
+            _workers[rank] = _Worker(rank)
+    return [_workers[rank] for rank in range(num_ranks)]
+
+
+def _next_replies(workers: list[_Worker], limit_s: float) -> list[bytes | RankFailure]:
+    """One reply of each worker; those that are late are killed once all of them have written their stacks."""
+    deadline_s = time.monotonic() + limit_s
+    replies: dict[int, bytes | RankFailure] = {}
+    for worker in workers:
+        try:
+            if (message := worker.receive(deadline_s)) is not None:
+                replies[worker.rank] = pickle.loads(message)
+        except ChildProcessError as error:  # failed_at_s 0: sorts first, as what its peers report follows from it
+            replies[worker.rank] = RankFailure(worker.rank, "RankDied", str(error), "")
+    if late := [worker for worker in workers if worker.rank not in replies]:
+        for worker in late:
+            worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks; it does not need the GIL
+            replies[worker.rank] = RankFailure(worker.rank, "RankTimeout", f"no reply in {limit_s:g} s", "", inf)
+        time.sleep(0.5)
+        for worker in late:
+            worker.kill()
+    for worker in workers:
+        failure = replies[worker.rank]
+        if isinstance(failure, RankFailure) and (output := worker.log.read_text(errors="replace")[-_TAIL_CHARS:]):
+            replies[worker.rank] = replace(failure, traceback=f"{failure.traceback}--- end of its output:\n{output}")
+    return [replies[worker.rank] for worker in workers]
+
+
+def _results(job_name: str, replies: list[bytes | RankFailure], expect_failure: bool = False) -> list[Any]:
+    failures = [reply for reply in replies if isinstance(reply, RankFailure)]
+    if any(failure.type_name == "RankTimeout" or not expect_failure for failure in failures):
+        raise RankError(job_name, sorted(failures, key=lambda failure: failure.failed_at_s))
+    return [reply if isinstance(reply, RankFailure) else pickle.loads(reply) for reply in replies]
+
+
+@overload
+def run_ranks(
+    fn: Callable[..., T], num_ranks: int, *args: Any, expect_failure: Literal[True], timeout_s: float = 60, **kw: Any
+) -> list[T | RankFailure]: ...
+@overload
+def run_ranks(fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[T]: ...
+def run_ranks(
+    fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float = 60, expect_failure: bool = False, **kwargs: Any
+) -> list[Any]:
+    """Run `fn(*args, **kwargs)` on gloo ranks, which find rank and world size in torch.distributed; results by rank.
+
+    Args:
+        fn: function at the top of a module that the workers can import.
+        num_ranks: 1 to 4.
+        args, kwargs: pickled, as the results are: tensors travel by value.
+        timeout_s: from the start of the job on ready workers, with imports; ranks without a reply by then are killed.
+        expect_failure: put a RankFailure in the place of the result of a rank that raised or died.
+
+    Raises:
+        RankError: a rank raised or died (unless `expect_failure`), or did not reply in time (always).
+    """
+    replies = _run(pickle.dumps((fn, args, kwargs)), num_ranks, timeout_s, has_group=True)
+    return _results(fn.__qualname__, replies, expect_failure)
+
+
+def run_alone(fn: Callable[..., T], *args: Any, timeout_s: float = 60, **kwargs: Any) -> T:
+    """Run `fn(*args, **kwargs)` in worker 0 without process group and launcher variables; else as `run_ranks`."""
+    replies = _run(pickle.dumps((fn, args, kwargs)), 1, timeout_s, has_group=False)
+    return cast(T, _results(fn.__qualname__, replies)[0])

@@ -1,0 +1,140 @@
+"""Dependencies point one way, and the package is quick to import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
+
+# A file may import from the lines above its own, and from its own line where no circle arises.
+_LAYERS = [
+    ["errors", "config", "deepspeed_config", "ledger"],
+    ["engine.layout", "engine.order"],
+    ["engine.torch_compat", "engine.collectives", "engine.buffers", "engine.precision"],
+    ["engine.world"],
+    ["engine.parameter"],
+    ["engine.unit"],
+    ["engine.grouping", "engine.hooks", "engine.reduction"],
+    ["engine.state_dict"],
+    ["engine.engine"],
+    ["engine.partition", "engine.methods"],
+    ["gathered", "rebind", "construct", "loading", "init", "checkpoint", "model_seams", "shard", "summary"],
+    ["plugin"],
+    ["trainer", "trainer_patch"],
+    ["cli"],
+]
+_NOT_IN_THE_ENGINE = {"accelerate", "transformers", "yaml", "rich", "datasets", "peft", "safetensors", "numpy"}
+
+
+class _Imports(ast.NodeVisitor):
+    """Collects what a file imports when it runs, inside functions too: `a.b` for `from a import b`."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) != "TYPE_CHECKING":  # names for annotations only
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.names.update(alias.name for alias in node.names)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.level == 0, "relative import"
+        self.names.update(f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _modules() -> dict[str, Path]:
+    """The files of hf_zero by name; packages' `__init__` are left out when empty."""
+    found = {".".join(path.relative_to(_PACKAGE).with_suffix("").parts): path for path in _PACKAGE.rglob("*.py")}
+    return {name: path for name, path in found.items() if name != "__init__" and path.read_text().strip()}
+
+
+def _imports(source: str) -> set[str]:
+    visitor = _Imports()
+    visitor.visit(ast.parse(source))
+    return visitor.names
+
+
+def _own(names: set[str], modules: dict[str, Path]) -> set[str]:
+    """Those of `names` that are files of hf_zero."""
+    found = set()
+    for name in names:
+        parts = name.split(".")[1:] if name.startswith("hf_zero.") else []
+        candidates = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        found.update([each for each in candidates if each in modules][:1])
+    return found
+
+
+def _layer(name: str) -> int:
+    for index, line in enumerate(_LAYERS):
+        if any(name == entry or name.startswith(f"{entry}.") for entry in line):
+            return index
+    pytest.fail(f"hf_zero/{name.replace('.', '/')}.py has no place in tests/test_imports.py: add it where it belongs")
+
+
+def _upward(imports: dict[str, set[str]]) -> list[str]:
+    return [
+        f"{name} imports {other}"
+        for name, others in sorted(imports.items())
+        for other in sorted(others)
+        if _layer(other) > _layer(name)
+    ]
+
+
+def _circles(imports: dict[str, set[str]]) -> set[str]:
+    """The files that lie on a circle, or import one that does."""
+    left = {name: set(others) for name, others in imports.items()}
+    while done := {name for name, others in left.items() if not others}:
+        left = {name: others - done for name, others in left.items() if name not in done}
+    return set(left)
+
+
+def _graph() -> dict[str, set[str]]:
+    modules = _modules()
+    return {name: _own(_imports(path.read_text()), modules) - {name} for name, path in modules.items()}
+
+
+def test_imports_point_down() -> None:
+    assert _upward(_graph()) == []
+
+
+def test_imports_form_no_circle() -> None:
+    assert _circles(_graph()) == set()
+
+
+def test_a_dependency_that_points_up_or_in_a_circle_is_found() -> None:
+    source = (
+        "def f():\n    from hf_zero.engine.engine import ZeroEngine\nif TYPE_CHECKING:\n    from hf_zero import cli\n"
+    )
+    own = _own(_imports(source), _modules())
+    assert own == {"engine.engine"}
+    assert _upward({"engine.unit": own}) == ["engine.unit imports engine.engine"]
+    assert _circles({"a": {"b"}, "b": {"a"}, "c": set()}) == {"a", "b"}
+
+
+def test_engine_knows_torch_only() -> None:
+    for name, path in _modules().items():
+        if name.startswith("engine."):
+            tops = {each.split(".")[0] for each in _imports(path.read_text())}
+            assert not tops & _NOT_IN_THE_ENGINE, f"{name} imports {tops & _NOT_IN_THE_ENGINE}"
+
+
+@pytest.mark.parametrize("module", ["hf_zero", "hf_zero.config", "hf_zero.errors", "hf_zero.ledger"])
+def test_import_does_not_load_torch(module: str) -> None:
+    code = f"import {module}, sys; print(*sorted({{'torch', 'transformers', 'accelerate', 'yaml'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=_PACKAGE.parent)
+    assert done.stdout.split() == []
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import hf_zero
+
+    assert sorted(hf_zero.__all__) == list(hf_zero.__all__)
+    for name in hf_zero.__all__:
+        assert getattr(hf_zero, name).__name__ == name
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = hf_zero.no_such

@@ -1,0 +1,248 @@
+"""The names of torch, transformers, accelerate and peft that hf_zero stands on though nobody has promised them.
+
+A failure here means that one has moved: read the upstream change, then the place in hf_zero that the row is about.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import accelerate.optimizer
+import accelerate.state
+import pytest
+import torch
+import transformers
+import transformers.core_model_loading as loading
+import transformers.distributed.sharding_utils as sharding
+import transformers.modeling_utils as modeling
+from packaging.requirements import Requirement
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.distributed.mixin import DistributedMixin
+from transformers.generation.utils import GenerationMixin
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A name that hf_zero relies on.
+
+    Attributes:
+        owner: the module, class or object that has it.
+        name: the attribute; "" for the owner itself.
+        text: what its source must contain, spaces apart; "" where it has no Python source, or the name is enough.
+        why: what in hf_zero stands on it.
+    """
+
+    owner: Any
+    name: str
+    text: str
+    why: str
+
+
+TORCH = [
+    Seam(DTensor, "__new__", "", "wrap_like: DTensor(local, spec, requires_grad=...)"),
+    Seam(torch.distributed.tensor._api, "", "r._spec = spec", "wrap_like, replaced_by_whole: where a DTensor keeps it"),
+    Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
+    Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
+    Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
+    Seam(torch.autograd.Variable._execution_engine, "queue_callback", "", "after_backward"),
+    Seam(torch.autograd.Variable, "_execution_engine", "", "after_backward"),
+    Seam(torch.Tensor, "_version", "", "edits between steps; gradients zeroed in place"),
+    Seam(torch.UntypedStorage, "_cdata", "", "whether two tensors share memory"),
+    Seam(torch, "_C", "", "see above"),
+    Seam(nn.Module(), "_parameters", "", "whole tensors take the place of parameters while a module computes"),
+    Seam(nn.Module(), "_buffers", "", "loading: buffers get memory of their own"),
+    Seam(nn.Module(), "_forward_pre_hooks", "", "mark_dirty: whether an engine is to come"),
+    Seam(nn.Module, "register_parameter", "output = hook(self, name, param)", "Cutter: what a hook returns is kept"),
+    Seam(nn.Module, "_call_impl", "_forward_hooks_always_called", "forward hooks run after an exception"),
+    Seam(nn.Module, "load_state_dict", 'local_metadata["assign_to_params_buffers"] = assign', "assign=True is refused"),
+    Seam(
+        nn.Parameter, "__new__", "t = data.detach().requires_grad_(requires_grad)", "WholeOnTouch: nn.Parameter(shard)"
+    ),
+    Seam(nn.RNNBase, "_init_flat_weights", "self._flat_weights", "loading an LSTM"),
+    Seam(nn.RNNBase, "_init_flat_weights", "self._flat_weights_names", "whole tensors in an LSTM"),
+    Seam(torch.utils._pytree, "tree_leaves", "", "tensors in a module's output"),
+    Seam(torch.utils._pytree, "tree_flatten", "", "inputs of a frozen unit"),
+    Seam(torch.utils._pytree, "tree_unflatten", "", "inputs of a frozen unit"),
+    Seam(torch._dynamo.eval_frame.OptimizedModule, "__init__", "_orig_mod", "ZeroCallback: the model inside"),
+]
+
+LOADING = [
+    Seam(
+        PreTrainedModel, "from_pretrained", "cls._load_pretrained_model( model, state_dict, checkpoint_files, load_", ""
+    ),
+    Seam(
+        PreTrainedModel, "from_pretrained", "cls._finalize_model_loading(model, load_config, loading_info)", "LoadSeam"
+    ),
+    Seam(PreTrainedModel, "_load_pretrained_model", "expected_keys: list[str] | None = None", "adapters pass through"),
+    Seam(PreTrainedModel, "_load_pretrained_model", "convert_and_load_state_dict_in_model", "the loader that slices"),
+    Seam(PreTrainedModel, "_finalize_model_loading", "_move_missing_keys_from_meta_to_device", "missing weights"),
+    Seam(PreTrainedModel, "_finalize_model_loading", "_initialize_missing_keys", "missing weights are drawn whole"),
+    Seam(PreTrainedModel, "_from_config", "model = cls(config", "models made from a config are built for real"),
+    Seam(PreTrainedModel, "_no_split_modules", "", "units"),
+    Seam(PreTrainedModel, "base_model_prefix", "", "names of a checkpoint"),
+    Seam(modeling, "load_state_dict", "map_location", "shapes of .bin files"),
+    Seam(modeling, "LoadStateDictConfig", "device_map", "every rank loads to its own device"),
+    Seam(modeling, "LoadStateDictConfig", "hf_quantizer", "refused"),
+    Seam(modeling, "LoadStateDictConfig", "device_mesh", "refused"),
+    Seam(modeling, "LoadStateDictConfig", "weight_mapping", "which tensors are read whole"),
+    Seam(loading, "convert_and_load_state_dict_in_model", "if is_dtensor(empty_param)", "who is sliced"),
+    Seam(loading, "convert_and_load_state_dict_in_model", "HF_DEACTIVATE_ASYNC_LOAD", "tensors read whole, one by one"),
+    Seam(
+        loading, "set_param_for_module", "setattr(module_obj, param_name, param_value)", "Cutter sees every parameter"
+    ),
+    Seam(
+        loading,
+        "set_param_for_module",
+        "ref._local_tensor.shape if is_dtensor(ref)",
+        "mismatched shapes are read whole",
+    ),
+    Seam(loading, "rename_source_key", "", "names_to_read_whole follows it"),
+    Seam(loading, "dot_natural_key", "", "names_to_read_whole follows it"),
+    Seam(loading, "WeightRenaming", "", "names_to_read_whole"),
+    Seam(loading, "WeightConverter", "", "names_to_read_whole"),
+    Seam(loading.WeightConverter, "", "operations", "keeps_rows"),
+    Seam(loading.WeightTransform, "", "source_patterns", "keeps_rows"),
+    Seam(loading.WeightTransform, "", "target_patterns", "keeps_rows"),
+    *(Seam(each, "__init__", "self.dim = dim", "keeps_rows") for each in (loading.Chunk, loading.Concatenate)),
+    *(Seam(each, "__init__", "self.dim = dim", "keeps_rows") for each in (loading.Interleave, loading.MergeModulelist)),
+    Seam(loading.Transpose, "__init__", "check_dims", "keeps_rows"),
+    Seam(sharding.DtensorShardOperation, "shard_tensor", "get_local_rank()", "which rows are read"),
+]
+
+TRAINER = [
+    Seam(TrainingArguments, "_VALID_DICT_FIELDS", "", "inline JSON for `zero`"),
+    Seam(TrainingArguments, "__post_init__", "self.device\n", "the process group is made there"),
+    Seam(TrainingArguments, "_setup_devices", 'strtobool(os.environ.get("ACCELERATE_USE_CPU"', "the CPU, unasked"),
+    Seam(
+        TrainingArguments, "_validate_args", "not self.use_cpu and not is_torch_bf16_gpu_available()", "bf16 on a CPU"
+    ),
+    Seam(DistributedMixin, "_is_distributed_loading_by_transformers", "", "model_seams.attach"),
+    Seam(DistributedMixin, "is_distributed_loading_by_transformers", "_is_distributed_loading_by_transformers", ""),
+    Seam(DistributedMixin, "gather_sharded_state_dict_for_save", "distributed_config is None", "does nothing for us"),
+    Seam(Trainer, "__init__", "and not args.save_only_model", "what refuse_optimizer_state says first"),
+    Seam(Trainer, "__init__", 'getattr(model, "is_distributed_loading_by_transformers", False)', "copied once"),
+    Seam(Trainer, "__init__", "self.call_model_init()", "model_init"),
+    Seam(Trainer, "call_model_init", "", "model_init, again in train()"),
+    Seam(Trainer, "train", "self._load_from_checkpoint(resume_from_checkpoint)", "resuming is refused before it"),
+    Seam(Trainer, "_prepare_for_training", "evaluation_mode=True", "no DDP, but autocast"),
+    Seam(Trainer, "_prepare_for_training", "self.create_optimizer()", "before prepare_model and on_train_begin"),
+    Seam(Trainer, "_sync_replicated_trainable_parameters", "_replicated_grad_hook_registered", "stage 0"),
+    Seam(Trainer, "_run_epoch", "is_fsdp_managed_module(self.model)", "not ours: no_sync is used instead"),
+    Seam(Trainer, "_run_epoch", "self.accelerator.no_sync, model=model", "no_sync of the model"),
+    Seam(Trainer, "_run_epoch", "self.args.max_grad_norm > 0", "clipping"),
+    Seam(Trainer, "_maybe_log_save_evaluate", "grad_norm.item()", "the norm is the same on all ranks"),
+    Seam(Trainer, "compute_loss", "self.accelerator.num_processes", "gradients are averaged, losses scaled up"),
+    Seam(Trainer, "compute_loss", "unwrapped_model._get_name()", "the class of a model stays"),
+    Seam(Trainer, "evaluation_loop", "prepare_model(model, evaluation_mode=True)", "evaluating before training"),
+    Seam(Trainer, "save_model", "self._save(output_dir)", "all ranks come to _save"),
+    Seam(Trainer, "_save_checkpoint", "self.save_model(output_dir, _internal_call=True)", "all ranks save weights"),
+    Seam(Trainer, "_save", "not self.args.should_save and not self.is_distributed_loading_by_transformers", ""),
+    Seam(Trainer, "_save", "state_dict=state_dict, is_main_process=self.args.should_save", "our save_pretrained"),
+    Seam(Trainer, "_load_best_model", "model.load_state_dict(state_dict, False)", "whole tensors are cut by a hook"),
+    Seam(GenerationMixin, "generate", "synced_gpus", "ranks that have finished go on"),
+    Seam(Seq2SeqTrainer, "prediction_step", "default_synced_gpus", "it says False, we say True"),
+]
+
+ACCELERATE = [
+    Seam(accelerate.Accelerator, "__init__", "self._optimizers = []", "optimizers prepared before their model"),
+    Seam(accelerate.Accelerator, "__init__", "self._models = []", "optimizers of no model are refused"),
+    Seam(accelerate.Accelerator, "prepare", "_prepare_one", "prepare calls prepare_model and prepare_optimizer"),
+    Seam(accelerate.Accelerator, "_prepare_one", "self.prepare_model(", ""),
+    Seam(accelerate.Accelerator, "_prepare_one", "self.prepare_optimizer(", ""),
+    Seam(accelerate.Accelerator, "prepare_model", "if not evaluation_mode:", "no DDP"),
+    Seam(accelerate.Accelerator, "prepare_model", "DistributedType.MULTI_CPU", "no DDP on CPUs either"),
+    Seam(accelerate.Accelerator, "no_sync", 'getattr(model, "no_sync", context)', "no_sync of the model"),
+    Seam(accelerate.Accelerator, "save_model", "self.get_state_dict(model)", "every rank gets the dict"),
+    Seam(
+        accelerate.Accelerator,
+        "_clip_grad_norm_dtensor_aware",
+        "mesh_groups",
+        "plain gradients beside partitioned ones",
+    ),
+    Seam(accelerate.optimizer.AcceleratedOptimizer, "__init__", "load_state_dict", "no exchange in state dict hooks"),
+    Seam(accelerate.state.PartialState, "_prepare_backend", "MULTI_CPU", "a world of CPUs"),
+    Seam(accelerate.state.AcceleratorState, "__init__", "ACCELERATE_USE_CPU", "use_cpu_without_accelerator"),
+]
+
+SEAMS = [*TORCH, *LOADING, *TRAINER, *ACCELERATE]
+
+
+def source_of(seam: Seam) -> str:
+    value = inspect.getattr_static(seam.owner, seam.name) if seam.name else seam.owner
+    if isinstance(value, property):
+        value = value.fget
+    value = value.func if isinstance(value, functools.cached_property) else value
+    value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    return inspect.getsource(inspect.unwrap(value) if callable(value) else value)
+
+
+def squeeze(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{getattr(seam.owner, '__name__', '')}.{seam.name}")
+def test_upstream_still_has(seam: Seam) -> None:
+    assert not seam.name or hasattr(seam.owner, seam.name), seam.why
+    if seam.text:
+        assert squeeze(seam.text) in squeeze(source_of(seam)), seam.why
+
+
+def test_peft_takes_an_unnamed_mesh_for_sharded_storage() -> None:
+    """Else adapters on partitioned layers get the shapes of local rows."""
+    tuners_utils = pytest.importorskip("peft.tuners.tuners_utils")
+    assert 'if set(mesh_dim_names) <= {"fsdp"}:' in inspect.getsource(tuners_utils._get_in_out_features)
+
+
+def foreign_names(tree: ast.AST) -> Iterator[str]:
+    """Names with one underscore in front: of attributes, and of strings that look like one."""
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+        if isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w*", name):
+            yield name
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_every_private_name_in_use_is_in_the_table() -> None:
+    trees = {path.name: ast.parse(path.read_text()) for path in (ROOT / "hf_zero").rglob("*.py")}
+    own = {name for tree in trees.values() for name in own_names(tree)}
+    known = {name for seam in SEAMS for name in re.findall(r"\b_\w+", f"{seam.name} {seam.text}")} | {"_getframe"}
+    used = {(name, file) for file, tree in trees.items() for name in foreign_names(tree)}
+    strange = sorted((name, file) for name, file in used if name not in own | known and not name.startswith("_zero_"))
+    assert strange == []
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "accelerate", "safetensors", "peft"])
+def test_installed_version_lies_in_the_declared_range(package: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    requirement = {each.name: each for each in map(Requirement, texts)}[package]
+    assert requirement.specifier.contains(metadata.version(package).split("+")[0], prereleases=True)
+
+
+def test_the_versions_are_those_that_are_imported() -> None:
+    assert transformers.__version__ == metadata.version("transformers")
+    assert accelerate.__version__ == metadata.version("accelerate")
+    assert torch.__version__.split("+")[0] == metadata.version("torch").split("+")[0]
