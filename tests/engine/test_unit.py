@@ -52,13 +52,13 @@ def _residency(stage: int, reshard: bool) -> None:
     units, memory = twins.engine.units, twins.engine.memory
     whole = sum(unit.buffer_nbytes for unit in units)
     for _ in range(2):
-        assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
         loss = square_loss(twins.model, twins.own())
-        assert [unit.is_leased for unit in units] == [not reshard] * _NUM_UNITS
+        assert [unit.is_kept for unit in units] == [not reshard] * _NUM_UNITS
+        assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
         if stage == 3:
             assert memory.bytes == (0 if reshard else whole)
         loss.backward()
-        assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
+        assert [unit.is_kept or unit.is_leased for unit in units] == [False] * _NUM_UNITS
         if stage == 3:
             assert memory.bytes == 0
             assert all(unit._storage.nbytes() == 0 for unit in units)
@@ -67,7 +67,7 @@ def _residency(stage: int, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize(("stage", "reshard"), [(1, True), (2, True), (3, True), (3, False)])
-def test_units_are_leased_from_forward_to_backward_only_without_resharding(stage: int, reshard: bool) -> None:
+def test_units_stay_whole_from_forward_to_backward_only_without_resharding(stage: int, reshard: bool) -> None:
     run_ranks(_residency, 2, stage, reshard)
 
 
@@ -104,19 +104,29 @@ def test_reshard_after_forward_false_saves_one_gather_of_each_unit() -> None:
 def _graph_dropped() -> None:
     twins = Twins(3, reshard_after_forward=False)
     twins.step()
-    for _ in range(2):
-        output = twins.model(twins.own())
-        assert twins.engine.memory.bytes > 0
-        del output
-        gc.collect()
-        assert twins.engine.memory.bytes == 0
+    memory, ledger = twins.engine.memory, twins.engine.world.ledger
     with torch.no_grad():
         twins.model(twins.own())
-    assert twins.engine.memory.bytes == 0
+    assert memory.bytes == 0
+    whole = sum(unit.buffer_nbytes for unit in twins.engine.units)
+    twins.model(twins.own())  # its graph goes, at a time of its own on each rank
+    gc.collect()
+    assert memory.bytes == whole
+    ledger.reset()
+    with torch.no_grad():
+        twins.model(twins.own())
+    loss = square_loss(twins.model, twins.own())
+    assert memory.bytes == whole and not _gathers(twins)
+    loss.backward()
+    assert memory.bytes == 0
+    twins.model(twins.own())
+    twins.backward_reference()
+    twins.update()
+    assert memory.bytes == 0
     twins.step()
 
 
-def test_memory_comes_back_when_the_graph_is_dropped_without_resharding() -> None:
+def test_units_kept_for_a_dropped_graph_come_back_with_the_next_backward_or_step() -> None:
     run_ranks(_graph_dropped, 2)
 
 
