@@ -135,6 +135,7 @@ def _clean_up() -> None:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
+    gc.freeze()  # what is left is modules and caches, of which jobs import more and more
 
 
 class _Worker:

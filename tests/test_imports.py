@@ -13,7 +13,10 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 _LAYERS = [
     ["errors", "config", "deepspeed_config", "ledger"],
     ["engine.layout", "engine.order"],
-    ["engine.torch_compat", "engine.collectives", "engine.buffers", "engine.precision"],
+    ["engine.torch_compat", "engine.exchange", "engine.buffers", "engine.precision"],
+    ["engine.collectives"],
+    ["engine.native", "engine.pairwise"],
+    ["engine.transport"],
     ["engine.world"],
     ["engine.parameter"],
     ["engine.unit"],

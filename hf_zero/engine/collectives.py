@@ -1,14 +1,11 @@
 """The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, broadcast, agree.
 
 Every exchange returns a handle that is waited for later, with a timeout that names the peer, the operation and the unit.
-Two implementations: `native` (torch.distributed as it is) and `pairwise` (each pair of ranks swaps exactly the rows that
-the other one needs, point to point), which on gloo is several times faster.
+`native` and `pairwise` implement it; `transport` chooses between them.
 """
 
 from __future__ import annotations
 
-import datetime
-import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_zero.engine.exchange import Exchange, Part, named
 from hf_zero.engine.layout import RowLayout
 from hf_zero.errors import CollectiveError
-from hf_zero.ledger import Entry, Ledger
+from hf_zero.ledger import Ledger
 
 _LABEL_BYTES = 96
-_CONNECT_S = 60.0
 _TAG_KINDS = ("gather", "reduce_scatter", "agreement")
 
 
@@ -40,75 +37,6 @@ class Rows:
 
     flat: Tensor
     layout: RowLayout
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One point of an exchange that has to be waited for: torch's handle, and the peer it depends on (None: all)."""
-
-    work: dist.Work
-    peer: int | None
-
-
-class Exchange:
-    """An exchange under way. Its tensors may be read, written or freed only after `wait()`."""
-
-    def __init__(
-        self,
-        description: str,
-        timeout_s: float,
-        parts: Sequence[_Part] = (),
-        entry: Entry | None = None,
-        finish: Callable[[], None] | None = None,
-        keep: object = None,
-    ) -> None:
-        self._description = description
-        self._timeout_s = timeout_s
-        self._parts = list(parts)
-        self._entry = entry
-        self._finish = finish
-        self._keep = keep  # tensors that the transport still reads
-        self._is_done = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait()` has returned."""
-        return self._is_done
-
-    def wait(self) -> None:
-        """Block until the exchange is complete on this rank.
-
-        Raises:
-            CollectiveError: a peer is gone, is late by more than the timeout, or never took part.
-        """
-        if self._is_done:
-            return
-        started = time.perf_counter()
-        timeout = datetime.timedelta(seconds=self._timeout_s)
-        for part in self._parts:
-            try:
-                part.work.wait(timeout)
-            except RuntimeError as error:
-                raise _named(error, self._description, part.peer, self._timeout_s) from error
-        if self._finish is not None:
-            self._finish()
-        if self._entry is not None:
-            self._entry.seconds += time.perf_counter() - started
-        self._is_done = True
-        self._parts, self._keep, self._finish = [], None, None
-
-
-def _named(error: RuntimeError, description: str, peer: int | None, timeout_s: float) -> CollectiveError:
-    """The error of one exchange with the peer and the operation in it."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    is_late = "imed out" in reason or "imeout" in reason
-    whom = "its peers" if peer is None else f"rank {peer}"
-    what = f"waited {timeout_s:g} s for {whom}" if is_late else f"lost {whom}"
-    return CollectiveError(
-        f"rank {dist.get_rank()} {what} in {description}. Every rank must run the same units in the same order: look for "
-        f"an error on {whom}, a unit that only some ranks call, or a call made on one rank only "
-        f"(timeout_s raises the limit). Cause: {reason}"
-    )
 
 
 class Collectives(ABC):
@@ -186,7 +114,7 @@ class Collectives(ABC):
         parts = []
         for tensor in tensors:
             work = self._start(description, partial(dist.all_reduce, tensor, group=self.group, async_op=True))
-            parts.append(_Part(work, None))
+            parts.append(Part(work, None))
         return Exchange(description, self.timeout_s, parts, entry, keep=tensors)
 
     def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
@@ -198,7 +126,7 @@ class Collectives(ABC):
         description = self._describe(f"broadcast from rank {source}", unit)
         flat = tensor.contiguous()
         work = self._start(description, lambda: dist.broadcast(flat, group=self.group, group_src=source, async_op=True))
-        Exchange(description, self.timeout_s, [_Part(work, None)], entry).wait()
+        Exchange(description, self.timeout_s, [Part(work, None)], entry).wait()
         if flat is not tensor:
             tensor.copy_(flat)
 
@@ -242,8 +170,8 @@ class Collectives(ABC):
         rows = message.repeat(self.num_ranks, 1)
         (tag,) = self._tags("agreement", "", 1)
         group = self.control_group
-        parts = [_Part(self._receive(description, rows[peer], peer, tag, group), peer) for peer in self._peers()]
-        parts += [_Part(self._send(description, message, peer, tag, group), peer) for peer in self._peers()]
+        parts = [Part(self._receive(description, rows[peer], peer, tag, group), peer) for peer in self._peers()]
+        parts += [Part(self._send(description, message, peer, tag, group), peer) for peer in self._peers()]
         Exchange(description, timeout_s, parts).wait()
         return list(rows.unbind())
 
@@ -274,7 +202,7 @@ class Collectives(ABC):
         try:
             work = call()
         except RuntimeError as error:
-            raise _named(error, description, None, self.timeout_s) from error
+            raise named(error, description, None, self.timeout_s) from error
         assert work is not None, "this rank is not in the group"
         return work
 
@@ -284,7 +212,7 @@ class Collectives(ABC):
         try:
             return (group or self.group).send([tensor], peer, tag)
         except RuntimeError as error:
-            raise _named(error, description, peer, self.timeout_s) from error
+            raise named(error, description, peer, self.timeout_s) from error
 
     def _receive(
         self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
@@ -292,154 +220,8 @@ class Collectives(ABC):
         try:
             return (group or self.group).recv([tensor], peer, tag)
         except RuntimeError as error:
-            raise _named(error, description, peer, self.timeout_s) from error
-
-
-class NativeCollectives(Collectives):
-    """torch.distributed's own collectives, one a parameter, in place."""
-
-    name = "native"
-
-    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
-        """See `Collectives.gather`."""
-        parts, received = [], 0
-        description = self._describe("gather", unit)
-        for item in items:
-            chunk = item.layout.chunk_numel
-            if not chunk:
-                continue
-            own = item.flat[self.rank * chunk : (self.rank + 1) * chunk]
-            work = self._start(description, partial(self._gather_around, item.flat, own))
-            parts.append(_Part(work, None))
-            received += item.flat.nbytes - own.nbytes
-        return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), keep=items)
-
-    def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
-        if self.backend != "gloo":
-            work: dist.Work | None = dist.all_gather_into_tensor(flat, own, self.gather_group, async_op=True)
-            return work
-        # gloo writes `own` back at the end: it must not land on rows that have changed meanwhile.
-        chunks = list(flat.chunk(self.num_ranks))
-        chunks[self.rank] = torch.empty_like(own)
-        work = dist.all_gather(chunks, own, self.gather_group, async_op=True)
-        return work
-
-    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
-        """See `Collectives.reduce_scatter`."""
-        parts, keep, copies, received = [], [], [], 0
-        description = self._describe("reduce_scatter", unit)
-        for item, output in zip(items, outputs, strict=True):
-            layout = item.layout
-            if not layout.chunk_numel:
-                continue
-            padded = item.flat
-            if layout.padded_numel != layout.numel:
-                padded = torch.nn.functional.pad(item.flat, (0, layout.padded_numel - layout.numel))
-            chunk = output
-            if output.numel() != layout.chunk_numel:
-                chunk = output.new_empty(layout.chunk_numel)
-                copies.append((output, chunk[: output.numel()]))
-            call = partial(dist.reduce_scatter_tensor, chunk, padded, group=self.group, async_op=True)
-            work = self._start(description, call)
-            parts.append(_Part(work, None))
-            keep.append((padded, chunk))
-            received += padded.nbytes - chunk.nbytes
-
-        def finish() -> None:
-            for output, chunk in copies:
-                output.copy_(chunk)
-
-        entry = self.ledger.add("reduce_scatter", unit, received)
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep)
-
-
-class PairwiseCollectives(Collectives):
-    """Each pair of ranks swaps exactly the rows that the other one needs, straight from and into their place."""
-
-    name = "pairwise"
-
-    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
-        """See `Collectives.gather`."""
-        description, tags = self._describe("gather", unit), self._tags("gather", unit, len(items))
-        parts, received = [], 0
-        for peer in self._peers():
-            for index, item in enumerate(items):
-                start, stop = item.layout.local_span_in_chunk(peer)
-                if start < stop:
-                    target = item.flat[start:stop]
-                    parts.append(_Part(self._receive(description, target, peer, tags[index]), peer))
-                    received += target.nbytes
-        for peer in self._peers():
-            for index, item in enumerate(items):
-                start, stop = item.layout.local_span_in_chunk(self.rank)
-                if start < stop:
-                    parts.append(_Part(self._send(description, item.flat[start:stop], peer, tags[index]), peer))
-        return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), keep=items)
-
-    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
-        """See `Collectives.reduce_scatter`."""
-        description = self._describe("reduce_scatter", unit)
-        tags = self._tags("reduce_scatter", unit, len(items))
-        parts, received = [], 0
-        staging: list[dict[int, Tensor]] = []
-        for index, output in enumerate(outputs):
-            # One peer's rows land in the output itself, the others' beside it.
-            peers = sorted(self._peers()) if output.numel() else []
-            landing = {peer: output if place == 0 else torch.empty_like(output) for place, peer in enumerate(peers)}
-            staging.append(landing)
-            for peer, target in landing.items():
-                parts.append(_Part(self._receive(description, target, peer, tags[index]), peer))
-                received += target.nbytes
-        for peer in self._peers():
-            for index, item in enumerate(items):
-                start, stop = item.layout.span(peer)
-                if start < stop:
-                    parts.append(_Part(self._send(description, item.flat[start:stop], peer, tags[index]), peer))
-
-        def finish() -> None:
-            for item, output, landing in zip(items, outputs, staging, strict=True):
-                start, stop = item.layout.span(self.rank)
-                if start < stop:
-                    landing[self.rank] = item.flat[start:stop]
-                    _sum_in_rank_order(output, landing)
-
-        entry = self.ledger.add("reduce_scatter", unit, received)
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep=items)
-
-
-def _sum_in_rank_order(output: Tensor, by_rank: dict[int, Tensor]) -> None:
-    """output = ((t0 + t1) + t2) + ..., where `output` itself is one of the first two terms."""
-    ordered = [by_rank[rank] for rank in sorted(by_rank)]
-    first, second, *rest = ordered
-    torch.add(first, second, out=output)
-    for term in rest:
-        output.add_(term)
+            raise named(error, description, peer, self.timeout_s) from error
 
 
 def _decode(head: Tensor) -> str:
     return bytes(head[1:].to(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-IMPLEMENTATIONS: dict[str, type[Collectives]] = {"native": NativeCollectives, "pairwise": PairwiseCollectives}
-
-
-def choose(choice: str, backend: str) -> type[Collectives]:
-    """The implementation for `choice`; "auto" is `pairwise` on gloo, where it is the faster one, and `native` elsewhere."""
-    if choice == "auto":
-        choice = "pairwise" if backend == "gloo" else "native"
-    return IMPLEMENTATIONS[choice]
-
-
-def make_collectives(choice: str, device: torch.device, timeout_s: float, ledger: Ledger) -> Collectives | None:
-    """Exchanges over all ranks of the default process group; None where there is one rank or no group.
-
-    Must be called by all ranks together: it makes process groups.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    # Each exchange is waited for with its own time; connecting the ranks may take longer than a short one.
-    timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))
-    group, gather_group = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
-    backend = str(dist.get_backend(group))
-    control_group = group if backend == "gloo" else dist.new_group(timeout=timeout, backend="gloo")
-    return choose(choice, backend)(group, gather_group, control_group, device, timeout_s, ledger)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_zero.engine.collectives import Exchange, Rows
+from hf_zero.engine.collectives import Rows
+from hf_zero.engine.exchange import Exchange
 from hf_zero.engine.order import ReductionOrder
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.unit import Unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import cast
 
@@ -80,9 +81,18 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def forget_old_groups() -> None:
-    """Empty DTensor's caches: they hand out equal meshes of process groups that may have been destroyed since."""
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+_cached_for: weakref.ref[object] | None = None
+
+
+def forget_old_groups(default_group: object) -> None:
+    """Empty DTensor's caches, if they were filled under another default process group than the one in place now.
+
+    They take meshes of equal ranks for one another, and would hand out one whose group has been destroyed.
+    """
+    global _cached_for
+    if _cached_for is None or _cached_for() is not default_group:
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _cached_for = None if default_group is None else weakref.ref(default_group)
 
 
 def in_backward() -> bool:

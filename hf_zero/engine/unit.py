@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hf_zero.engine import torch_compat
 from hf_zero.engine.buffers import GatheredMemory
-from hf_zero.engine.collectives import Exchange, Rows
+from hf_zero.engine.collectives import Rows
+from hf_zero.engine.exchange import Exchange
 from hf_zero.engine.layout import place
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.world import World

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import torch_compat
-from hf_zero.engine.collectives import Collectives, make_collectives
+from hf_zero.engine.collectives import Collectives
 from hf_zero.engine.layout import RowLayout
 from hf_zero.engine.precision import Precision
+from hf_zero.engine.transport import make_collectives
 from hf_zero.errors import ConfigError, UsageError, ZeroError
 from hf_zero.ledger import Ledger
 
@@ -66,10 +67,10 @@ class World:
                 "`torchrun` (on CPU the accelerate config needs `distributed_type: MULTI_GPU` and `use_cpu: true`), or "
                 "change expected_world_size"
             )
-        torch_compat.forget_old_groups()
+        default_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        torch_compat.forget_old_groups(default_group)
         ledger = Ledger()
         collectives = make_collectives(config.collectives, device, config.timeout_s, ledger)
-        default_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if collectives is not None:
             names = sorted(config.to_dict())
             prints = [zlib.crc32(str(config.to_dict()[name]).encode()) for name in names]

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.engine.collectives import Collectives, Rows, choose, make_collectives
+from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.layout import RowLayout
+from hf_zero.engine.transport import choose, make_collectives
 from hf_zero.errors import CollectiveError
 from hf_zero.ledger import Ledger
 from tests.ranks import RankFailure, run_alone, run_ranks
@@ -253,3 +254,48 @@ def _nobody() -> bool:
 def test_one_rank_has_nothing_to_exchange() -> None:
     assert run_alone(_nobody)
     assert run_ranks(_nobody, 1) == [True]
+
+
+def _one_after_the_other(num_models: int) -> list[int]:
+    num_groups = []
+    for _ in range(num_models):
+        collectives = _make("pairwise")
+        num_groups.append(len(dist.distributed_c10d._world.pg_map))
+        collectives.meet("the end")
+        del collectives
+    return num_groups
+
+
+def test_process_groups_of_dropped_models_are_closed() -> None:
+    first, second, *others = run_ranks(_one_after_the_other, 2, 5)[0]
+    assert second == first and set(others) == {first}
+
+
+def _kept_on_one_rank() -> int:
+    kept = [_make("pairwise") for _ in range(2)]
+    kept[0].meet("on both")
+    if kept[0].rank == 0:
+        kept.clear()
+    before = len(dist.distributed_c10d._world.pg_map)
+    collectives = _make("pairwise")
+    collectives.meet("the end")
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_process_groups_stay_while_a_rank_uses_them() -> None:
+    assert run_ranks(_kept_on_one_rank, 2) == [2, 2]
+
+
+def _packed(num_small: int) -> int:
+    """Messages of one gather of `num_small` small parameters and a large one."""
+    collectives = _make("pairwise")
+    layouts = [RowLayout((8, 4), collectives.num_ranks)] * num_small + [RowLayout((300, 100), collectives.num_ranks)]
+    exchange = collectives.gather([Rows(torch.zeros(layout.padded_numel), layout) for layout in layouts], "unit")
+    num_messages = len(exchange._parts)
+    exchange.wait()
+    return num_messages
+
+
+def test_small_parameters_travel_in_one_message() -> None:
+    assert run_ranks(_packed, 2, 0) == [2, 2]  # one sent, one received
+    assert run_ranks(_packed, 2, 9) == [4, 4]
