@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.exchange import Exchange, Part
 
-_ALONE_BYTES = 32 * 2**10
+_ALONE_BYTES = 8 * 2**10
 
 
 class PairwiseCollectives(Collectives):
