@@ -142,6 +142,7 @@ class ZeroConfig:
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only): one gather less, and the memory of all parameters.
         expected_world_size: ranks that the run must have; None: any number.
+        async_save: checkpoints are written while training goes on, from copies of the rows.
 
     Raises:
         ConfigError: a value is wrong, or two do not go together.
@@ -160,6 +161,7 @@ class ZeroConfig:
     timeout_s: float = 120.0
     reshard_after_forward: bool = True
     expected_world_size: int | None = None
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         for key, check in _CHECKS.items():
@@ -393,6 +395,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "timeout_s": _seconds,
     "reshard_after_forward": _boolean,
     "expected_world_size": _world_size,
+    "async_save": _boolean,
 }
 
 _NAMES_FROM_DEEPSPEED = {

@@ -19,3 +19,7 @@ class CollectiveError(ZeroError, RuntimeError):
 
 class UsageError(ZeroError, RuntimeError):
     """A call that cannot work in this place, in this order, or with these arguments."""
+
+
+class CheckpointError(ZeroError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not belong to what is to be loaded."""

@@ -1,4 +1,4 @@
-"""ZeRO for custom loops on accelerate: `ZeroPlugin`, `ZeroAccelerator`. All that knows accelerate."""
+"""ZeRO for custom loops on accelerate: `ZeroPlugin`, `ZeroAccelerator`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_zero.accelerate_checkpoint import load_state, save_state, world_of_accelerator
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.config import ZeroConfig
+from hf_zero.data_order import continue_epoch
 from hf_zero.engine.engine import engine_of, live_engines
 from hf_zero.engine.grouping import find_parameters
 from hf_zero.errors import ConfigError, PartitionError, UsageError
@@ -48,8 +50,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     """An `Accelerator` whose `prepare` partitions models and rebinds their optimizers, in any order.
 
     `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `no_sync`, `unwrap_model`, `get_state_dict` and `save_model`
-    work as under DDP; the last two are called by all ranks, and give whole weights. A model without trainable
-    parameters is left alone. On a machine without an accelerator it runs on the CPU.
+    work as under DDP; the last two are called by all ranks, and give whole weights. `save_state` and `load_state` write
+    and read checkpoints for any number of ranks and any stage. A model without trainable parameters is left alone. On a
+    machine without an accelerator it runs on the CPU.
 
     Args:
         *args: as for `Accelerator`.
@@ -76,6 +79,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if self.mixed_precision == "bf16" and config.compute_dtype == "auto":
             config = config.replace(compute_dtype="bfloat16")
         self._zero_config = config
+        self._resumed: list[Any] = []  # loaders whose epoch, in which a state was saved, is not yet continued
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Partition the models among `args`, let their optimizers hold the partitioned parameters, prepare the rest.
@@ -151,13 +155,74 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             return state
         return whole_state_dict(inner)
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Not there yet: saving optimizer state."""
-        raise UsageError("ZeroAccelerator cannot save or load optimizer state yet; save_model() writes the weights")
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Save models, optimizers, schedulers, data order, random states and registered objects, all or nothing.
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Not there yet: loading optimizer state."""
-        self.save_state()
+        Called by all ranks together. Files are named as accelerate names them; weights are what `save_pretrained` writes.
+
+        Args:
+            output_dir: the folder; an older checkpoint of this name is replaced. Unused with automatic naming.
+            safe_serialization: must be true.
+            **options: `max_shard_size` of files of weights.
+
+        Returns:
+            The folder, which is there once it is whole.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them failed; an older checkpoint is left as it was.
+            UsageError: no folder is given, or an option is unknown.
+        """
+        if world_of_accelerator(self) is None:
+            return super().save_state(output_dir, safe_serialization, **options)
+        unknown = sorted(options.keys() - {"max_shard_size"})
+        if unknown or not safe_serialization:
+            raise UsageError(
+                f"save_state does not know {unknown[0]!r}: only max_shard_size can be set"
+                if unknown
+                else "save_state writes safetensors only: leave out safe_serialization"
+            )
+        return save_state(self, output_dir, options.get("max_shard_size"))
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> None:
+        """Load what `save_state` saved, on any number of ranks and under any stage; called by all ranks together.
+
+        Args:
+            input_dir: the folder; None for the newest whole checkpoint, with automatic naming.
+            load_kwargs: of `torch.load`, for schedulers.
+            allow_pickle: whether files of schedulers and registered objects may run code when they are read.
+            **options: `map_location`, which is not needed.
+
+        Raises:
+            CheckpointError: on all ranks, before a parameter is changed, if a file is missing, damaged, or of another model.
+            UsageError: no folder is given, or an option is unknown.
+        """
+        if world_of_accelerator(self) is None:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        unknown = sorted(options.keys() - {"map_location"})
+        if unknown:
+            raise UsageError(
+                f"load_state does not know {unknown[0]!r}: weights are loaded as they were saved, or not at all"
+            )
+        load_state(self, input_dir, allow_pickle, load_kwargs or {})
+        self._resumed = list(self._dataloaders)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The rest of an epoch; of the one in which a state was saved, if it is called after `load_state`."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        if any(dataloader is each for each in self._resumed):
+            self._resumed = [each for each in self._resumed if each is not dataloader]
+            continue_epoch(dataloader, rest)
+        return rest
 
 
 def use_cpu_without_accelerator() -> None:

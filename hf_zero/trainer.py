@@ -14,12 +14,14 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_zero import init, trainer_patch
+from hf_zero.checkpoint.background import background_of, wait_for
 from hf_zero.config import CONFIG_VARIABLE, ZeroConfig, load_with_import
 from hf_zero.engine.engine import engine_of
-from hf_zero.errors import ConfigError, UsageError
+from hf_zero.errors import ConfigError
 from hf_zero.plugin import use_cpu_without_accelerator
 from hf_zero.shard import shard_model
 from hf_zero.summary import summary
+from hf_zero.trainer_checkpoint import SignalSaves
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     Args:
         zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
             `bf16=True`, a `compute_dtype` of "auto" becomes bfloat16.
+        zero_any_batch: resume from a checkpoint that was written with another number of samples a step, though samples
+            are then repeated or left out.
 
     Attributes:
         zero_config: the `ZeroConfig` that was read; None without one.
@@ -48,6 +52,10 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     # HfArgumentParser takes the second type of the union for the command line.
     zero: dict | str | None = field(  # type: ignore[type-arg]
         default=None, metadata={"help": "ZeRO configuration: a YAML or JSON file, or JSON text."}
+    )
+
+    zero_any_batch: bool = field(
+        default=False, metadata={"help": "Resume from a checkpoint written with another number of samples a step."}
     )
 
     def __post_init__(self) -> None:
@@ -94,8 +102,6 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
             raise ConfigError(
                 "optim='adafactor' needs whole matrices, which hf_zero cannot give it yet; use adamw_torch"
             )
-        if getattr(self, "enable_jit_checkpoint", False):
-            raise ConfigError("enable_jit_checkpoint saves at another step on every rank, which cannot work with zero")
         if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
             raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
         if self.fp16:
@@ -114,13 +120,11 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         config: for a model that is not partitioned yet; None takes `args.zero_config`.
-
-    Raises:
-        UsageError: optimizer state would have to be saved or loaded.
     """
 
     def __init__(self, config: ZeroConfig | Mapping[str, Any] | str | None = None) -> None:
         self._config = None if config is None else ZeroConfig.load(config)
+        self.signal_saves: SignalSaves | None = None
         trainer_patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
 
     @property
@@ -133,6 +137,21 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         engine = engine_of(_unwrap(model)) if model is not None else None
         if engine is not None and engine.world.rank == 0:
             sys.stderr.write(summary(engine) + "\n")
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Learn how a save in the background has ended."""
+        engine = engine_of(_unwrap(model)) if model is not None else None
+        background = None if engine is None else background_of(engine.world)
+        if background is not None:
+            background.poll()
+        if self.signal_saves is not None:
+            self.signal_saves.poll()
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Wait for a save in the background."""
+        engine = engine_of(_unwrap(model)) if model is not None else None
+        if engine is not None:
+            wait_for(engine.world)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -154,7 +173,6 @@ def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: 
         return
     if init.is_left_whole(model):
         return
-    refuse_optimizer_state(args)
     if not is_ours and config is not None and _is_worth_a_warning(config):
         logger.warning(
             "the model was made before its ZeroTrainingArguments, so every rank holds all of it: it is partitioned now; "
@@ -165,18 +183,3 @@ def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: 
 
 def _is_worth_a_warning(config: ZeroConfig) -> bool:
     return config.policy.shards_parameters
-
-
-def refuse_optimizer_state(args: TrainingArguments) -> None:
-    """Raise, on all ranks alike, if the Trainer is asked to save optimizer state or to resume, which does not work yet.
-
-    Raises:
-        UsageError: `save_strategy` would save optimizer state, or `resume_from_checkpoint` is set.
-    """
-    strategy = getattr(args.save_strategy, "value", args.save_strategy)
-    if strategy != "no" and not args.save_only_model:
-        raise UsageError(
-            f"save_strategy={strategy!r} would save optimizer state, which hf_zero cannot do yet: set save_only_model=True "
-            "to save weights alone, or save_strategy='no' and call trainer.save_model() at the end"
-        )
-    trainer_patch.refuse_resume(args.resume_from_checkpoint)

@@ -47,6 +47,7 @@ def configs(draw: st.DrawFn) -> ZeroConfig:
         timeout_s=draw(st.floats(1e-6, 1e9)),
         reshard_after_forward=stage < 3 or draw(st.booleans()),
         expected_world_size=draw(st.none() | st.integers(1, 2**20)),
+        async_save=draw(st.booleans()),
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -119,11 +118,7 @@ def test_folder_is_that_of_the_unsharded_model(stage: int, max_shard_size: str, 
         assert ("model.safetensors.index.json" in files) == (max_shard_size == "20KB"), name
         for file in files:
             if file.endswith(".safetensors"):
-                assert metadata(ours / file) == metadata(plain / file)
-                left, right = load_file(ours / file), load_file(plain / file)
-                assert list(left) == list(right), (name, file)
-                assert all(left[key].dtype == value.dtype for key, value in right.items())
-                assert all(torch.equal(left[key], value) for key, value in right.items()), (name, file)
+                assert (ours / file).read_bytes() == (plain / file).read_bytes(), (name, file)
             else:
                 assert json.loads((ours / file).read_text()) == json.loads((plain / file).read_text()), (name, file)
     # The expert weights of Mixtral are merged while they are loaded, and written as they were.
@@ -131,11 +126,6 @@ def test_folder_is_that_of_the_unsharded_model(stage: int, max_shard_size: str, 
     assert any(".experts.15.w1.weight" in key for key in experts)
     tied = [key for file in (tmp_path / "gpt2" / "ours").glob("*.safetensors") for key in load_file(file)]
     assert "lm_head.weight" not in tied
-
-
-def metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
-        return file.metadata()
 
 
 def load_and_save(source: str, target: str) -> bool:

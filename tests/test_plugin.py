@@ -327,8 +327,6 @@ def refuse_all() -> dict[str, tuple[str, str]]:
     accelerator.prepare(model, optimizer)
     CASE.loss(model, CASE.batch(0, dist.get_rank())).backward()
     errors["infinite_norm"] = refused(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, float("inf")))
-    errors["save_state"] = refused(lambda: accelerator.save_state("somewhere"))
-    errors["load_state"] = refused(lambda: accelerator.load_state("somewhere"))
     errors["mistake"] = refused(lambda: zero.ZeroPlugin(stage=4))
     return errors
 
@@ -339,8 +337,6 @@ def test_refusals_are_errors_on_all_ranks() -> None:
     words = {
         "strange_optimizer": ("PartitionError", "belongs to no prepared model"),
         "infinite_norm": ("UsageError", "norm_type=inf"),
-        "save_state": ("UsageError", "save_model() writes the weights"),
-        "load_state": ("UsageError", "cannot save or load optimizer state yet"),
         "mistake": ("ConfigError", "stage"),
     }
     assert first.keys() == words.keys()

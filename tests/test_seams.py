@@ -25,6 +25,8 @@ import transformers
 import transformers.core_model_loading as loading
 import transformers.distributed.sharding_utils as sharding
 import transformers.modeling_utils as modeling
+import transformers.trainer_jit_checkpoint as jit
+from huggingface_hub.serialization import _torch as hub_torch
 from packaging.requirements import Requirement
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -63,6 +65,8 @@ TORCH = [
     Seam(torch.Tensor, "_version", "", "edits between steps; gradients zeroed in place"),
     Seam(torch.UntypedStorage, "_cdata", "", "whether two tensors share memory"),
     Seam(torch, "_C", "", "see above"),
+    Seam(torch.serialization, "_get_layout", "", "import of torch DCP: what its metadata may call"),
+    Seam(torch.storage.UntypedStorage, "_cdata", "", "Tracer: which storage a meta tensor has"),
     Seam(nn.Module(), "_parameters", "", "whole tensors take the place of parameters while a module computes"),
     Seam(nn.Module(), "_buffers", "", "loading: buffers get memory of their own"),
     Seam(nn.Module(), "_forward_pre_hooks", "", "mark_dirty: whether an engine is to come"),
@@ -133,11 +137,12 @@ TRAINER = [
     Seam(DistributedMixin, "_is_distributed_loading_by_transformers", "", "model_seams.attach"),
     Seam(DistributedMixin, "is_distributed_loading_by_transformers", "_is_distributed_loading_by_transformers", ""),
     Seam(DistributedMixin, "gather_sharded_state_dict_for_save", "distributed_config is None", "does nothing for us"),
-    Seam(Trainer, "__init__", "and not args.save_only_model", "what refuse_optimizer_state says first"),
+    Seam(Trainer, "__init__", "and not args.save_only_model", "an optimizer of a model sharded at load is refused"),
+    Seam(Trainer, "__init__", "self._train_batch_size = args.train_batch_size", "samples a step"),
     Seam(Trainer, "__init__", 'getattr(model, "is_distributed_loading_by_transformers", False)', "copied once"),
     Seam(Trainer, "__init__", "self.call_model_init()", "model_init"),
     Seam(Trainer, "call_model_init", "", "model_init, again in train()"),
-    Seam(Trainer, "train", "self._load_from_checkpoint(resume_from_checkpoint)", "resuming is refused before it"),
+    Seam(Trainer, "train", "self._load_from_checkpoint(resume_from_checkpoint)", "the checkpoint is found before it"),
     Seam(Trainer, "_prepare_for_training", "evaluation_mode=True", "no DDP, but autocast"),
     Seam(Trainer, "_prepare_for_training", "self.create_optimizer()", "before prepare_model and on_train_begin"),
     Seam(Trainer, "_sync_replicated_trainable_parameters", "_replicated_grad_hook_registered", "stage 0"),
@@ -152,7 +157,22 @@ TRAINER = [
     Seam(Trainer, "_save_checkpoint", "self.save_model(output_dir, _internal_call=True)", "all ranks save weights"),
     Seam(Trainer, "_save", "not self.args.should_save and not self.is_distributed_loading_by_transformers", ""),
     Seam(Trainer, "_save", "state_dict=state_dict, is_main_process=self.args.should_save", "our save_pretrained"),
-    Seam(Trainer, "_load_best_model", "model.load_state_dict(state_dict, False)", "whole tensors are cut by a hook"),
+    Seam(Trainer, "_save_checkpoint", "run_dir = self._get_output_dir(trial=trial)", "written into a staged folder"),
+    Seam(Trainer, "_save_checkpoint", "self._save_optimizer_and_scheduler(output_dir)", "written by all ranks"),
+    Seam(Trainer, "_save_checkpoint", "self._save_scaler(output_dir)", "an error there is agreed on"),
+    Seam(Trainer, "_save_checkpoint", "self._save_rng_state(output_dir)", "an error there is agreed on"),
+    Seam(
+        Trainer, "_save_checkpoint", "if os.path.exists(best_checkpoint_dir)", "its name is mended when it is committed"
+    ),
+    Seam(Trainer, "_prepare_for_training", "self._load_optimizer_and_scheduler(resume_from_checkpoint)", "ours"),
+    Seam(Trainer, "_finalize_training", "self._load_best_model()", "ours"),
+    Seam(jit.CheckpointManager, "_sigterm_handler", "threading.Timer(self.kill_wait, self._enable_checkpoint)", "ours"),
+    Seam(jit.JITCheckpointCallback, "on_step_begin", "self.jit_manager.is_checkpoint_requested", "all ranks together"),
+    Seam(modeling, "safe_save_file", "", "what save_pretrained would write"),
+    Seam(
+        PreTrainedModel, "save_pretrained", "safe_save_file(shard_state_dict, filename, metadata=metadata)", "recorded"
+    ),
+    Seam(hub_torch, "get_torch_storage_id", 'tensor.device.type == "meta"', "tensors of one storage stay in one file"),
     Seam(GenerationMixin, "generate", "synced_gpus", "ranks that have finished go on"),
     Seam(Seq2SeqTrainer, "prediction_step", "default_synced_gpus", "it says False, we say True"),
 ]
@@ -160,6 +180,11 @@ TRAINER = [
 ACCELERATE = [
     Seam(accelerate.Accelerator, "__init__", "self._optimizers = []", "optimizers prepared before their model"),
     Seam(accelerate.Accelerator, "__init__", "self._models = []", "optimizers of no model are refused"),
+    Seam(accelerate.Accelerator, "__init__", "self._schedulers = []", "save_state"),
+    Seam(accelerate.Accelerator, "__init__", "self._dataloaders = []", "save_state"),
+    Seam(accelerate.Accelerator, "__init__", "self._custom_objects = []", "save_state"),
+    Seam(accelerate.Accelerator, "save_state", "self._save_model_state_pre_hook.values()", "called by save_state"),
+    Seam(accelerate.Accelerator, "load_state", "self._load_model_state_pre_hook.values()", "called by load_state"),
     Seam(accelerate.Accelerator, "prepare", "_prepare_one", "prepare calls prepare_model and prepare_optimizer"),
     Seam(accelerate.Accelerator, "_prepare_one", "self.prepare_model(", ""),
     Seam(accelerate.Accelerator, "_prepare_one", "self.prepare_optimizer(", ""),
@@ -228,7 +253,10 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 def test_every_private_name_in_use_is_in_the_table() -> None:
     trees = {path.name: ast.parse(path.read_text()) for path in (ROOT / "hf_zero").rglob("*.py")}
     own = {name for tree in trees.values() for name in own_names(tree)}
-    known = {name for seam in SEAMS for name in re.findall(r"\b_\w+", f"{seam.name} {seam.text}")} | {"_getframe"}
+    known = {name for seam in SEAMS for name in re.findall(r"\b_\w+", f"{seam.name} {seam.text}")} | {
+        "_getframe",
+        "_exit",
+    }
     used = {(name, file) for file, tree in trees.items() for name in foreign_names(tree)}
     strange = sorted((name, file) for name, file in used if name not in own | known and not name.startswith("_zero_"))
     assert strange == []

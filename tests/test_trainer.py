@@ -661,7 +661,10 @@ def save_all(folder: str) -> dict[str, Any]:
 def test_saved_folders_load_without_hf_zero(folder: str) -> None:
     results = run_ranks(save_all, 2, folder)[0]
     weights = results["weights"]
-    assert results["adapters"] < results["saved_stage3"] / 4  # frozen weights are not even gathered
+    assert (
+        results["saved_stage3"] == results["saved_tied"] == results["plain_module"] == 0
+    )  # every rank writes its rows
+    assert 0 < results["adapters"] < 1000  # bytes: frozen weights are not gathered
     plain = weights.pop("plain_module")
     command = [sys.executable, "-c", LOAD_WITHOUT_US, folder, *weights]
     subprocess.run(command, cwd=folder, check=True, timeout=120, env=os.environ | {"PYTHONPATH": ""})
@@ -727,37 +730,6 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
-
-
-@undone
-def refuse_state(folder: str) -> dict[str, tuple[str, str]]:
-    def make(**options: Any) -> Trainer:
-        args = arguments(folder, 3, **options)
-        return Trainer(model=loaded(folder), args=args, train_dataset=dataset(), data_collator=collate)
-
-    config = {"stage": 3, "collectives": COLLECTIVES}
-    errors = {
-        "steps": error_of(lambda: make(save_strategy="steps")),
-        "epoch": error_of(lambda: make(save_strategy="epoch")),
-        "argument": error_of(lambda: make(resume_from_checkpoint="somewhere")),
-        "train": error_of(lambda: make().train(resume_from_checkpoint=True)),
-        "train_positional": error_of(lambda: make().train("somewhere")),
-    }
-    zero.undo()
-    with zero.Init(config):
-        model = loaded(folder)
-    plain = arguments(folder, None, save_strategy="steps")
-    errors["callback"] = error_of(lambda: Trainer(model=model, args=plain, callbacks=[ZeroCallback()]))
-    return errors
-
-
-def test_optimizer_state_is_refused_before_training_on_all_ranks(folder: str) -> None:
-    first, second = run_ranks(refuse_state, 2, folder)
-    assert first == second
-    for name, (kind, text) in first.items():
-        assert kind == "UsageError", (name, text)
-        is_save = name in ("steps", "epoch", "callback")
-        assert ("save_only_model=True" if is_save else "load them with from_pretrained") in text, name
 
 
 @undone
@@ -938,7 +910,12 @@ def test_undo_puts_back_all_that_the_arguments_change(folder: str) -> None:
             ("PreTrainedModel", "_from_config"),
             ("PreTrainedModel", "_load_pretrained_model"),
             ("Trainer", "__init__"),
+            ("Trainer", "_load_best_model"),
+            ("Trainer", "_load_from_checkpoint"),
+            ("Trainer", "_load_optimizer_and_scheduler"),
             ("Trainer", "_save"),
+            ("Trainer", "_save_checkpoint"),
+            ("Trainer", "_save_optimizer_and_scheduler"),
             ("Trainer", "call_model_init"),
             ("Trainer", "train"),
         ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_zero.checkpoint.cooperative import attempt
+from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine import torch_compat
 from hf_zero.engine.world import World, world_of
+from hf_zero.errors import CheckpointError
 from hf_zero.gathered import gather_whole
 
 _WRITING_S = 3600.0  # the other ranks wait this long for the one that writes
@@ -74,7 +78,10 @@ def save_whole(
     state_dict: dict[str, Any] | None,
     **kwargs: Any,
 ) -> None:
-    """`save_pretrained` of a partitioned model: all ranks gather, rank 0 (or whoever is the main process) writes.
+    """`save_pretrained` of a partitioned model: every rank writes its rows.
+
+    Whole weights are gathered on rank 0 only for adapters, for a given `state_dict`, for the hub, and where a weight is
+    computed for saving and not only moved.
 
     Args:
         model: the model.
@@ -93,11 +100,16 @@ def save_whole(
         return
     world.meet("save_pretrained (all ranks must call it)")
     writes = is_main_process and world.rank == 0
+    is_alone = state_dict is None and not hasattr(model, "peft_config") and not kwargs.get("push_to_hub")
+    if is_alone and world.share(writes, "who writes") and write_model(model, Path(save_directory), world, **kwargs):
+        return
     if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
         state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model))
+    problem = None
     if writes:
-        original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+        problem = attempt(lambda: original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs))
     world.meet("the end of save_pretrained", max(_WRITING_S, world.config.timeout_s))
+    world.raise_together(problem, f"saving {save_directory}", CheckpointError)
 
 
 def _names_to_save(model: nn.Module) -> set[str] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import weakref
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,6 +137,32 @@ class World:
         moved = tensor.to(self.device)
         self.collectives.broadcast(moved, source, unit)
         tensor.copy_(moved)
+
+    def share(self, value: Any, what: str) -> Any:
+        """Rank 0's `value` on every rank, pickled; the others' values do not matter."""
+        if self.collectives is None:
+            return value
+        data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
+        lengths = self.collectives.agree([len(data)], what)
+        text = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(lengths[0][0], dtype=torch.uint8)
+        self.broadcast(text, what)
+        return pickle.loads(text.numpy().tobytes())
+
+    def collect(self, value: object, what: str) -> list[Any]:
+        """Every rank's `value`, by rank, on rank 0 (an empty list on the others), pickled."""
+        if self.collectives is None:
+            return [value]
+        data = pickle.dumps(value)
+        lengths = [length for (length,) in self.collectives.agree([len(data)], what)]
+        found = []
+        for source, length in enumerate(lengths):
+            text = torch.empty(length, dtype=torch.uint8)
+            if source == self.rank:
+                text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self.broadcast(text, what, source)
+            if self.rank == 0:
+                found.append(pickle.loads(text.numpy().tobytes()))
+        return found
 
     def raise_together(self, problem: str | None, what: str, kind: type[ZeroError]) -> None:
         """Raise `kind` on every rank if any rank has a problem: one rank raising alone looks like a hang to the others.

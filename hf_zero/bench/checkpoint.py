@@ -1,0 +1,83 @@
+"""`hf-zero bench checkpoint`: saving, loading and exporting one model, several engines side by side."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_zero.bench.processes import BenchError, Sample, run_ranks
+
+ENGINES = ("plain", "hf_zero", "fsdp2-dcp", "fsdp2-full")
+MODELS = {
+    "llama-10m": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 12000,
+    },
+    "llama-92m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "vocab_size": 32000,
+    },
+}
+_COLUMNS = ("save", "load", "export", "stall of save 1", "stall of save 2")
+
+
+def run(model: str, num_ranks: int, rounds: int, engines: Sequence[str]) -> str:
+    """Measure every engine in fresh processes, `rounds` times in turn.
+
+    Args:
+        model: a name in `MODELS`; fp32, with AdamW.
+        num_ranks: processes, one thread each.
+        rounds: how often.
+        engines: names in `ENGINES`.
+
+    Returns:
+        A table of medians, with the least and the greatest, of the slowest and the largest rank.
+
+    Raises:
+        BenchError: a name is unknown, or a process failed.
+    """
+    for name, known in ((model, tuple(MODELS)), *((engine, ENGINES) for engine in engines)):
+        if name not in known:
+            raise BenchError(f"{name!r} is not known; choose from {', '.join(known)}")
+    found: dict[str, list[dict[str, Sample]]] = {engine: [] for engine in engines}
+    for _ in range(rounds):
+        for engine in engines:
+            with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench_") as scratch:
+                options = {"engine": engine, "sizes": MODELS[model], "folder": f"{scratch}/files"}
+                Path(scratch, "files").mkdir()
+                ranks = run_ranks("hf_zero.bench.checkpoint_worker", num_ranks, options, Path(scratch))
+                found[engine].append(_worst(ranks))
+    return table(found)
+
+
+def _worst(ranks: Sequence[dict[str, Sample]]) -> dict[str, Sample]:
+    return {
+        name: Sample(max(rank[name].seconds for rank in ranks), max(rank[name].extra_bytes for rank in ranks))
+        for name in ranks[0]
+    }
+
+
+def table(found: dict[str, list[dict[str, Sample]]]) -> str:
+    """The table of `run`: seconds and extra MiB of the worst rank, median (least-greatest) over the rounds."""
+    lines = [f"{'':12}" + "".join(f"{name:>34}" for name in _COLUMNS)]
+    for engine, rounds in found.items():
+        cells = []
+        for column in _COLUMNS:
+            samples = [each[column] for each in rounds if column in each]
+            cells.append(_cell(samples) if samples else "-")
+        lines.append(f"{engine:12}" + "".join(f"{cell:>34}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _cell(samples: Sequence[Sample]) -> str:
+    seconds = [sample.seconds for sample in samples]
+    extra = statistics.median(sample.extra_bytes for sample in samples) / 2**20
+    return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f}-{max(seconds):.3f}) {extra:.0f} MiB"

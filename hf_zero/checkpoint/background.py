@@ -1,0 +1,127 @@
+"""Saving while training goes on: rows are copied aside, a thread writes and commits them, all ranks learn the outcome."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from hf_zero.checkpoint.tensor_file import Source
+from hf_zero.engine import torch_compat
+from hf_zero.engine.transport import make_collectives
+from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError
+from hf_zero.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+WRITING_S = 3600.0  # ranks wait this long for one that writes
+_RUNNING, _DONE, _FAILED = range(3)
+
+
+class BackgroundSaves:
+    """The saves of one model that run beside its training, one at a time.
+
+    The thread has process groups of its own, so that its exchanges and those of training cannot be taken for each other.
+
+    Args:
+        world: the ranks; all of them make it together.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        collectives = make_collectives("native", world.device, WRITING_S, Ledger())
+        self._own_world = replace(world, collectives=collectives, models=weakref.WeakSet())
+        self._kept: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+        self._after: Callable[[], None] = lambda: None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that copies of rows take on this rank; it is kept from save to save."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
+    def keep(self, sources: Mapping[str, Source]) -> dict[str, Source]:
+        """Copies of this rank's rows, into the memory of the last save where they have the same form."""
+        copies = {}
+        for name, source in sources.items():
+            rows = torch_compat.local_of(source.rows)
+            kept = self._kept.get(name)
+            if kept is None or kept.shape != rows.shape or kept.dtype != rows.dtype:
+                kept = self._kept[name] = torch.empty(rows.shape, dtype=rows.dtype)
+            kept.copy_(rows)
+            copies[name] = Source(kept, source.layout)
+        return copies
+
+    def start(self, work: Callable[[World], None], after: Callable[[], None]) -> None:
+        """Run `work` on every rank's thread, given the ranks to talk to; `after` runs here once all have succeeded."""
+        assert self._thread is None, "the last save has not been waited for"
+
+        def run() -> None:
+            try:
+                work(self._own_world)
+            except Exception as error:
+                self._error = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+        self._error, self._after = None, after
+        self._thread = threading.Thread(target=run, name="hf_zero save", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> None:
+        """End a save that has ended on every rank; called by all of them at the same point, such as after a step.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed.
+        """
+        if self._thread is None:
+            return
+        status = _RUNNING if self._thread.is_alive() else _FAILED if self._error else _DONE
+        statuses = [(status,)] if self._world.collectives is None else self._statuses(status)
+        if all(status != _RUNNING for (status,) in statuses):
+            self._end()
+
+    def _statuses(self, status: int) -> list[tuple[int, ...]]:
+        assert self._world.collectives is not None
+        return [tuple(row) for row in self._world.collectives.agree([status], "the save in the background")]
+
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one; called by all ranks together.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._world.meet("the end of a save in the background", WRITING_S)
+            self._end()
+
+    def _end(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        self._world.raise_together(error, "saving in the background", CheckpointError)
+        self._after()
+
+
+_by_world: weakref.WeakKeyDictionary[World, BackgroundSaves] = weakref.WeakKeyDictionary()
+
+
+def background_of(world: World) -> BackgroundSaves | None:
+    """The saves in the background of a model's ranks; None if the configuration does not ask for them."""
+    if not world.config.async_save:
+        return None
+    if world not in _by_world:
+        _by_world[world] = BackgroundSaves(world)
+    return _by_world[world]
+
+
+def wait_for(world: World) -> None:
+    """Wait for a save in the background, if one is under way."""
+    if world in _by_world:
+        _by_world[world].wait()

@@ -1,0 +1,264 @@
+"""How a checkpoint comes into being: staged in a hidden sibling folder, synced, voted for, described, renamed.
+
+[Note: commit] At every moment the folder of the final name is absent, or a whole checkpoint. All is written to
+`.NAME.staged/NAME`; the manifest comes last; then one rename gives the folder its name, and the parent is synced. Where a
+folder of that name is there already (a state saved to the same place again), it first moves to `.NAME.replaced`, and
+`recover` moves it back if the process ended between the two renames.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.background import WRITING_S, BackgroundSaves
+from hf_zero.checkpoint.cooperative import Extents, attempt, write_plan
+from hf_zero.checkpoint.manifest import (
+    MANIFEST,
+    TEMPLATES,
+    FileRecord,
+    Manifest,
+    damages,
+    extents_of,
+    read_manifest,
+    record_of,
+)
+from hf_zero.checkpoint.model_plan import Plan
+from hf_zero.checkpoint.tensor_file import Source
+from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MARKER = "checkpoint-is-incomplete.txt"  # which the Trainer leaves in a folder before it saves by a signal
+_open: dict[Path, StagedCheckpoint] = {}
+
+
+class StagedCheckpoint:
+    """A checkpoint that is being written; made, filled and committed by all ranks together.
+
+    Args:
+        final: the folder that it will be.
+        world: the ranks.
+        background: writes and commits it while training goes on; None: that is done before `commit` returns.
+
+    Attributes:
+        outer: the hidden folder, for as long as it is not committed.
+        folder: where its files are written, inside.
+        problem: what has failed on this rank; then nothing is committed on any.
+
+    Raises:
+        CheckpointError: on all ranks, if rank 0 cannot make the folder.
+    """
+
+    def __init__(self, final: Path, world: World, background: BackgroundSaves | None = None) -> None:
+        self.final = final.absolute()
+        self.outer = self.final.parent / f".{self.final.name}.staged"
+        self.folder = self.outer / self.final.name
+        self._world = world
+        self._extents: Extents = {}
+        self._background = background
+        self._deferred: list[tuple[Plan, Mapping[str, Source]]] = []
+        self.problem: str | None = None
+        problem = attempt(self._make) if world.rank == 0 else None
+        self._agree(problem, world)
+        _open[self.folder] = self
+
+    def _make(self) -> None:
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        recover_one(self.final)
+        found = {path.name for path in self.final.iterdir()} if self.final.is_dir() else set()
+        if found - {MARKER} and MANIFEST not in found:
+            raise CheckpointError(f"{self.final} is there already and no checkpoint of hf_zero: move it away")
+        if self.outer.exists():
+            disk.remove_tree(self.outer)  # of a save that was cut off
+        disk.make_folder(self.outer)
+        disk.make_folder(self.folder)
+
+    def write(self, plan: Plan, sources: Mapping[str, Source]) -> None:
+        """Write files into the folder, all ranks together, or take their rows aside for later.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them could not write.
+        """
+        if self._background is None:
+            self._write(plan, sources, self._world)
+        else:
+            self._deferred.append((plan, self._background.keep(sources)))
+
+    def _write(self, plan: Plan, sources: Mapping[str, Source], world: World) -> None:
+        for name, found in write_plan(plan, sources, self.folder, world).items():
+            self._extents.setdefault(name, []).extend(found)
+
+    def commit(self, manifest: Manifest, after: Callable[[], None] = lambda: None) -> None:
+        """Make the checkpoint valid, or leave an older one as it was.
+
+        Args:
+            manifest: without files, which are found here.
+            after: runs once the checkpoint is there; in the background, when that is known to all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them failed.
+        """
+        _open.pop(self.folder, None)
+        self._world.meet("the end of writing a checkpoint", WRITING_S)
+        self._agree(self.problem, self._world)
+        if self._background is None:
+            self._commit(manifest, self._world)
+            after()
+        else:
+            logger.info("saving in the background, with %.0f MiB a rank", self._background.kept_bytes / 2**20)
+            self._background.start(lambda world: self._commit(manifest, world), after)
+
+    def _agree(self, problem: str | None, world: World) -> None:
+        """Go on together, or remove together what was written."""
+        try:
+            world.raise_together(problem, f"saving {self.final}", CheckpointError)
+        except CheckpointError:
+            self._abandon()
+            raise
+
+    def _commit(self, manifest: Manifest, world: World) -> None:
+        self._agree(attempt(lambda: self._write_deferred(world)), world)
+        by_rank = world.collect(self._extents, "checksums")
+        problem = attempt(lambda: self._finish(manifest, by_rank)) if world.rank == 0 else None
+        world.meet("the commit of a checkpoint", WRITING_S)
+        self._agree(problem, world)
+
+    def _write_deferred(self, world: World) -> None:
+        for plan, sources in self._deferred:
+            self._write(plan, sources, world)
+
+    def _abandon(self) -> None:
+        """Remove what was written; an older checkpoint stays."""
+        if self._world.rank == 0 and self.outer.exists():
+            attempt(lambda: disk.remove_tree(self.outer))
+
+    def _finish(self, manifest: Manifest, by_rank: Iterable[Extents]) -> None:
+        written: Extents = {}
+        for extents in by_rank:
+            for name, found in extents.items():
+                written.setdefault(name, []).extend(found)
+        files: dict[str, FileRecord] = {}
+        for path in sorted(self.folder.iterdir()):
+            if path.is_dir() and path.name == TEMPLATES:
+                continue
+            if path.is_dir():
+                raise CheckpointError(f"{path} is a folder: a checkpoint has plain files only")
+            if path.name not in written:
+                disk.sync_file(path)
+            files[path.name] = record_of(path, written.get(path.name) or extents_of(path))
+        text = Manifest(**{**vars(manifest), "files": files, "versions": _versions()}).to_json()
+        disk.write_file(self.folder / MANIFEST, text.encode())
+        disk.sync_folder(self.folder)
+        replaced = _replaced(self.final)
+        if self.final.exists():
+            disk.rename(self.final, replaced)
+        try:
+            disk.rename(self.folder, self.final)
+        except OSError:
+            recover_one(self.final)
+            raise
+        disk.sync_folder(self.final.parent)
+        for path in (self.outer, replaced):  # it is committed: what cannot be removed now does not change that
+            problem = attempt(functools.partial(disk.remove_tree, path)) if path.exists() else None
+            if problem is not None:
+                logger.warning("%s is not needed any more, but cannot be removed: %s", path, problem)
+
+
+def staged_in(folder: Path) -> StagedCheckpoint | None:
+    """The checkpoint that is being written into `folder`, if it is one's."""
+    return _open.get(folder.absolute())
+
+
+def _replaced(final: Path) -> Path:
+    return final.parent / f".{final.name}.replaced"
+
+
+def recover(parent: Path, key: Callable[[Path], object] = lambda final: True) -> None:
+    """Give the checkpoints of a folder their names back that were to be replaced when the process ended.
+
+    Args:
+        parent: their folder.
+        key: None for a name that is no checkpoint's: somebody else's files are left alone.
+    """
+    for replaced in parent.glob(".*.replaced"):
+        final = parent / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if key(final) is not None:
+            recover_one(final)
+
+
+def recover_one(final: Path) -> None:
+    """Give one checkpoint its name back that was to be replaced when the process ended."""
+    replaced = _replaced(final)
+    if not replaced.exists():
+        return
+    if not final.exists():
+        disk.rename(replaced, final)
+        disk.sync_folder(final.parent)
+    elif (final / MANIFEST).exists():
+        disk.remove_tree(replaced)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "accelerate", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    import hf_zero
+
+    return {**found, "hf_zero": hf_zero.__version__}
+
+
+def verify(folder: Path, world: World | None) -> Manifest:
+    """Check all files of a checkpoint against its manifest, shared between the ranks; before anything is loaded.
+
+    Raises:
+        CheckpointError: on all ranks, naming each damaged file.
+    """
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(folder)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    if world is not None:
+        world.raise_together(problem, "reading a checkpoint", CheckpointError)
+    elif problem is not None:
+        raise CheckpointError(problem)
+    assert manifest is not None
+    rank, num_ranks = (0, 1) if world is None else (world.rank, world.num_ranks)
+    found = damages(folder, manifest, rank, num_ranks)
+    problem = f"{folder} is damaged: {'; '.join(found)}. Take an older checkpoint" if found else None
+    if world is not None:
+        world.raise_together(problem, "verifying a checkpoint", CheckpointError)
+    elif problem is not None:
+        raise CheckpointError(problem)
+    return manifest
+
+
+def latest(folder: Path, key: Callable[[Path], int | None]) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in a folder that verifies, and why each newer one was skipped.
+
+    Args:
+        folder: of a run.
+        key: a checkpoint's place in time by its path; None for what is no checkpoint.
+    """
+    if not folder.is_dir():
+        return None, []
+    recover(folder, key)
+    candidates = [(step, path) for path in folder.iterdir() if path.is_dir() and (step := key(path)) is not None]
+    skipped: list[str] = []
+    for _, path in sorted(candidates, reverse=True):
+        try:
+            verify(path, None)
+            return path, skipped
+        except (CheckpointError, OSError) as error:
+            skipped.append(str(error))
+    return None, skipped

@@ -1,0 +1,201 @@
+"""Writing and reading files of tensors by all ranks together, without a gather."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.manifest import check_name
+from hf_zero.checkpoint.model_plan import Plan
+from hf_zero.checkpoint.pieces import Piece
+from hf_zero.checkpoint.tensor_file import Extent, Source, TensorFile, TensorInfo, read_layout, read_rows, write_rows
+from hf_zero.engine.collectives import Rows
+from hf_zero.engine.layout import RowLayout
+from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError, CollectiveError
+
+logger = logging.getLogger(__name__)
+
+Extents = dict[str, list[Extent]]
+
+
+def write_plan(plan: Plan, sources: Mapping[str, Source], folder: Path, world: World) -> Extents:
+    """Write the files of a plan, called by all ranks together; an older file of the same name is replaced at the end.
+
+    No rank holds more than its rows and about twice 8 MiB, or, where the ranks do not share the folder, one whole tensor.
+
+    Args:
+        plan: the same on every rank.
+        sources: this rank's part of everything in it.
+        folder: exists for rank 0.
+        world: the ranks.
+
+    Returns:
+        What this rank wrote, by file, with its checksums.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them could not write; older files are left as they were.
+    """
+    partial = {file.name: replace(file, name=f".{file.name}.partial") for file in plan.files}
+    try:
+        return _write_all(partial, plan, sources, folder, world)
+    except CheckpointError:
+        if world.rank == 0:
+            for file in partial.values():
+                attempt(functools.partial(disk.remove_file, folder / file.name))  # the disk may be full
+        raise
+
+
+def _write_all(
+    partial: Mapping[str, TensorFile], plan: Plan, sources: Mapping[str, Source], folder: Path, world: World
+) -> Extents:
+    problem = None
+    if world.rank == 0:
+        problem = attempt(lambda: _make(partial, folder))
+    world.raise_together(problem, f"preparing files in {folder}", CheckpointError)
+    is_shared = shares_folder(folder, world)
+    if not is_shared and world.rank == 0:
+        logger.info(
+            "the ranks do not share %s: rank 0 writes it, and gets the others' rows one tensor at a time", folder
+        )
+    extents: Extents = {}
+    problem = None
+    for name, file in partial.items():
+        if is_shared:
+            problem = problem or attempt(
+                functools.partial(_write_own, extents, name, folder, file, plan, sources, world)
+            )
+        else:
+            problem = _write_streamed(extents, name, folder, file, plan, sources, world) or problem
+    world.raise_together(problem, f"writing {folder}", CheckpointError)
+    if world.rank == 0:
+        problem = attempt(lambda: _rename(partial, folder))
+        for name, file in partial.items():
+            extents[name].insert(0, header_extent(file))
+    world.raise_together(problem, f"renaming files in {folder}", CheckpointError)
+    return extents
+
+
+def _make(partial: Mapping[str, TensorFile], folder: Path) -> None:
+    for file in partial.values():
+        disk.write_file(folder / file.name, file.header, file.nbytes)
+
+
+def header_extent(file: TensorFile) -> Extent:
+    """The extent of a file's header."""
+    return Extent(0, len(file.header), zlib.crc32(file.header))
+
+
+def attempt(work: Callable[[], object]) -> str | None:
+    """Run `work()`; what went wrong, if it did. Whatever it is: a rank that raises alone leaves the others waiting."""
+    try:
+        work()
+    except CollectiveError:
+        raise  # the others know already
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _write_own(
+    extents: Extents, name: str, folder: Path, file: TensorFile, plan: Plan, sources: Mapping[str, Source], world: World
+) -> None:
+    extents[name] = write_rows(folder, file, plan.pieces, sources, world.rank)
+
+
+def _write_streamed(
+    extents: Extents, name: str, folder: Path, file: TensorFile, plan: Plan, sources: Mapping[str, Source], world: World
+) -> str | None:
+    """All ranks gather one tensor after the other; rank 0 writes. Goes on after an error: the others are gathering."""
+    extents[name] = []
+    problem = None
+
+    def write(tensor: TensorInfo) -> None:
+        # In a function of its own: what is whole here is freed before the next one is gathered.
+        names = {piece.source for piece in plan.pieces[tensor.name]}
+        whole = {source: _gather(sources[source], source, world) for source in sorted(names)}
+        if world.rank == 0 and problem is None:
+            extents[name].extend(write_rows(folder, replace(file, tensors=(tensor,)), plan.pieces, whole, 0))
+
+    for tensor in file.tensors:
+        problem = attempt(functools.partial(write, tensor)) or problem
+    return problem
+
+
+def _gather(source: Source, name: str, world: World) -> Source:
+    layout = source.layout
+    if layout.num_ranks == 1:
+        return source
+    assert world.collectives is not None
+    flat = torch.empty(layout.padded_numel, dtype=source.rows.dtype, device=source.rows.device)
+    start, stop = layout.local_span_in_chunk(world.rank)
+    flat[start:stop] = source.rows.reshape(-1)
+    world.collectives.gather([Rows(flat, layout)], name).wait()
+    return Source(flat[: layout.numel].view(layout.shape), RowLayout(layout.shape, 1))
+
+
+def _rename(partial: Mapping[str, TensorFile], folder: Path) -> None:
+    for name, file in partial.items():
+        disk.rename(folder / file.name, folder / name)
+    disk.sync_folder(folder)
+
+
+def shares_folder(folder: Path, world: World) -> bool:
+    """Whether every rank sees what rank 0 writes into a folder; found out with a file of a random name."""
+    if world.collectives is None:
+        return True
+    name = str(world.share(f".hf_zero_{uuid.uuid4().hex}", "the folder of a checkpoint"))
+    problem = None
+    if world.rank == 0:
+        problem = attempt(lambda: disk.write_file(folder / name, name.encode()))
+    world.raise_together(problem, f"writing {folder}", CheckpointError)
+    path = folder / name
+    try:
+        sees = path.is_file() and path.read_bytes() == name.encode()
+    except OSError:
+        sees = False
+    answers = world.collectives.agree([int(sees)], "a file in the folder of a checkpoint")
+    problem = attempt(lambda: disk.remove_file(path)) if world.rank == 0 else None
+    world.raise_together(problem, f"writing {folder}", CheckpointError)
+    return all(answer for (answer,) in answers)
+
+
+def read_files(
+    names: Iterable[str], pieces: Mapping[str, Sequence[Piece]], sources: Mapping[str, Source], folder: Path, rank: int
+) -> None:
+    """Read this rank's rows of files into `sources`; `match` has found that they fit."""
+    for name in names:
+        read_rows(folder, read_layout(folder / name), pieces, sources, rank)
+
+
+def match(plan: Plan, folder: Path, names: Iterable[str]) -> list[str]:
+    """How the files of a folder differ from a plan: names, shapes and dtypes of tensors; empty if they fit.
+
+    Args:
+        plan: what is expected.
+        folder: where the files are.
+        names: of the files that are there to be read; they may divide the tensors in another way.
+    """
+    expected = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
+    found = {}
+    for name in names:
+        check_name(folder, name)
+        for tensor in read_layout(folder / name).tensors:
+            found[tensor.name] = tensor
+    problems = [f"{name!r} is missing" for name in expected if name not in found]
+    problems += [f"{name!r} is not a tensor of this model" for name in found if name not in expected]
+    for name in expected.keys() & found.keys():
+        ours, theirs = expected[name], found[name]
+        if ours.shape != theirs.shape:
+            problems.append(f"{name!r} has shape {theirs.shape}, the model's has {ours.shape}")
+        elif ours.dtype != theirs.dtype:
+            problems.append(f"{name!r} is {theirs.dtype}, the model's is {ours.dtype}")
+    return sorted(problems)

@@ -1,0 +1,110 @@
+"""Every change that a checkpoint makes on disk, one function each, so that a test can end the process at any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+on_change: Callable[[str, Path], None] | None = None  # called before each; for fault injection
+
+
+def _note(what: str, path: Path) -> None:
+    if on_change is not None:
+        on_change(what, path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that must not be there yet."""
+    _note("make_folder", path)
+    path.mkdir()
+
+
+def write_file(path: Path, data: bytes, size: int | None = None) -> None:
+    """Write a file and let it reach the disk.
+
+    Args:
+        path: replaced if it exists.
+        data: its beginning.
+        size: its length; what follows `data` is written later by `write_at`, into blocks that are reserved now.
+    """
+    _note("write_file", path)
+    with path.open("wb") as file:
+        file.write(data)
+        if size is not None and size > len(data):
+            file.flush()
+            _reserve(file.fileno(), size)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Extend a file, with disk space where the file system can: a full disk is then found before rows are written."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (22, 95):  # EINVAL, EOPNOTSUPP: not on this file system
+                raise
+    os.truncate(fd, size)
+
+
+@contextlib.contextmanager
+def rows_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that `write_file` has made, for `write_at`; on leaving, what was written reaches the disk."""
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        yield fd
+        _note("sync_rows", path)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_at(fd: int, path: Path, data: memoryview, offset: int) -> None:
+    """Write all of `data` from byte `offset` of the file on."""
+    _note("write_at", path)
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def sync_file(path: Path) -> None:
+    """Let a file that somebody else wrote reach the disk."""
+    _note("sync_file", path)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Let the names in a folder reach the disk."""
+    _note("sync_folder", path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename(path: Path, new: Path) -> None:
+    """Give a file or folder its new name, in one step."""
+    _note("rename", path)
+    os.replace(path, new)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it."""
+    _note("remove_tree", path)
+    shutil.rmtree(path)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if it is there."""
+    _note("remove_file", path)
+    path.unlink(missing_ok=True)

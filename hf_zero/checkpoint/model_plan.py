@@ -1,0 +1,129 @@
+"""Which files `save_pretrained` would write for a model, and of which pieces of its parameters each tensor consists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.checkpoint.pieces import Piece, identity
+from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file
+from hf_zero.checkpoint.trace import Tracer
+from hf_zero.engine import torch_compat
+from hf_zero.engine.layout import RowLayout
+
+WEIGHTS = "model.safetensors"
+
+
+class NotMovedError(Exception):
+    """A conversion computes with weights, so that a file's tensors are not pieces of parameters."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Files, and the pieces of each tensor in them, by its name."""
+
+    files: tuple[TensorFile, ...] = ()
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+
+    def __add__(self, other: Plan) -> Plan:
+        return Plan(self.files + other.files, {**self.pieces, **other.pieces})
+
+
+def model_sources(model: nn.Module) -> dict[str, Source]:
+    """This rank's part of every tensor of a model's state dict.
+
+    Raises:
+        NotMovedError: the state dict has values other than tensors.
+    """
+    sources = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise NotMovedError(f"{name} is a {type(value).__name__}")
+        sources[name] = source_of(value)
+    return sources
+
+
+def source_of(value: Tensor) -> Source:
+    """This rank's part of one tensor."""
+    shape = tuple(value.shape)
+    layout = RowLayout(shape, 1)
+    if isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements):
+        layout = RowLayout(shape, value.device_mesh.size())
+    return Source(torch_compat.local_of(value), layout)
+
+
+def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Plan:
+    """Find out what `model.save_pretrained(folder)` writes; its small files are written, the weights are not.
+
+    Args:
+        model: partitioned or not.
+        folder: gets configuration files and, for several files of weights, their index.
+        dtype: of floating-point tensors in the files; their own by default.
+        **options: of `save_pretrained`.
+
+    Raises:
+        NotMovedError: a tensor is computed, not moved.
+    """
+    tracer = Tracer()
+    whole = {}
+    for name, value in model.state_dict().items():
+        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        whole[name] = tracer.source(name, tuple(value.shape), kind)
+    if not hasattr(type(model), "save_pretrained"):
+        return _plan_plain(model, whole)
+    written: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
+
+    def record(tensors: dict[str, Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
+        written[Path(filename).name] = dict(tensors), dict(metadata or {})
+
+    # Tensors that share a storage go to one file, and huggingface_hub knows no storage of a meta tensor.
+    storages = mock.patch("huggingface_hub.serialization._torch.get_torch_storage_id", _storage_of)
+    no_bar = mock.patch("transformers.modeling_utils.logging.tqdm", lambda files, **_: files)
+    with mock.patch("transformers.modeling_utils.safe_save_file", record), storages, no_bar, tracer:
+        type(model).save_pretrained(model, folder, state_dict=whole, **options)  # type: ignore[attr-defined]
+    plan = Plan()
+    for name, (tensors, metadata) in written.items():
+        pieces = {}
+        for tensor_name, tensor in tensors.items():
+            found = tracer.pieces(tensor)
+            if found is None:
+                raise NotMovedError(f"{tensor_name} is computed from the parameters, not only moved")
+            pieces[tensor_name] = found
+        infos = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+        plan += Plan((layout_file(name, infos, metadata),), pieces)
+    return plan
+
+
+def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:
+    storage = tensor.untyped_storage()
+    return tensor.device, storage._cdata, storage.nbytes()
+
+
+def _plan_plain(model: nn.Module, whole: Mapping[str, Tensor]) -> Plan:
+    """A plain module's state dict under its own names; a tied tensor under the first of them."""
+    seen: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        seen.setdefault(id(value), name)
+    infos = [TensorInfo(name, whole[name].dtype, tuple(whole[name].shape)) for name in seen.values()]
+    pieces = {info.name: (identity(info.name, info.shape),) for info in infos}
+    return Plan((layout_file(WEIGHTS, infos, {"format": "pt"}),), pieces)
+
+
+def uncovered(model: nn.Module, plan: Plan) -> list[str]:
+    """Parameters of a model that no file of the plan holds completely; tied ones count once."""
+    covered: dict[str, int] = {}
+    for pieces in plan.pieces.values():
+        for piece in pieces:
+            covered[piece.source] = covered.get(piece.source, 0) + piece.numel
+    by_tensor: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(param), []).append(name)
+    numels = {name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)}
+    return [names[0] for names in by_tensor.values() if not any(covered.get(n, 0) == numels[n] for n in names)]

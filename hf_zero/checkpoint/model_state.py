@@ -1,0 +1,120 @@
+"""A model's weights, written as the folder that `save_pretrained` writes, and read again; every rank its own rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.commit import staged_in
+from hf_zero.checkpoint.cooperative import attempt, match, read_files, write_plan
+from hf_zero.checkpoint.manifest import check_name
+from hf_zero.checkpoint.model_plan import NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.engine.engine import engine_of
+from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def write_model(model: nn.Module, folder: Path, world: World, dtype: torch.dtype | None = None, **options: Any) -> bool:
+    """Write what `model.save_pretrained(folder)` writes, without a gather; called by all ranks together.
+
+    Args:
+        model: its parameters are partitioned, or whole on every rank.
+        folder: is made; an older file of the same name is replaced once its successor is on the disk.
+        world: the ranks.
+        dtype: of floating-point tensors; their own by default.
+        **options: of `save_pretrained`.
+
+    Returns:
+        False, on all ranks, if a weight is computed and not only moved: then only its small files are written.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them could not write.
+    """
+    plan, problem = None, None
+    if world.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            plan = plan_model(model, folder, dtype, **options)
+        except NotMovedError as error:
+            logger.info("weights are gathered for saving: %s", error)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    world.raise_together(problem, f"preparing {folder}", CheckpointError)
+    plan = world.share(plan, "the files of a model")
+    if plan is None:
+        return False
+    staged, sources = staged_in(folder), model_sources(model)
+    if staged is None:
+        write_plan(plan, sources, folder, world)
+    else:
+        staged.write(plan, sources)
+    return True
+
+
+def read_model(model: nn.Module, folder: Path, world: World) -> None:
+    """Read the weights that `write_model` wrote, on any number of ranks, under any stage; called by all together.
+
+    Raises:
+        CheckpointError: on all ranks, before any parameter is changed, if names, shapes or dtypes differ.
+    """
+    shared: tuple[Plan, list[str]] | None = None
+    problem = None
+    if world.rank == 0:
+        try:
+            shared = _plan_reading(model, folder)
+        except Exception as error:
+            problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    world.raise_together(problem, f"reading weights of {folder}", CheckpointError)
+    shared = world.share(shared, "the files of a model")
+    assert shared is not None
+    plan, names = shared
+    sources = model_sources(model)
+    with torch.no_grad():
+        problem = attempt(lambda: read_files(names, plan.pieces, sources, folder, world.rank))
+    world.raise_together(problem, f"reading weights of {folder}", CheckpointError)
+    engine = engine_of(model)
+    if engine is not None:
+        engine.mark_dirty()
+
+
+def _plan_reading(model: nn.Module, folder: Path) -> tuple[Plan, list[str]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        plan = plan_model(model, Path(scratch))
+    missing = uncovered(model, plan)
+    if missing:
+        raise CheckpointError(f"{missing[0]!r} is never saved, so it cannot be read")
+    names = weight_files(folder)
+    problems = match(plan, folder, names)
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(problems[:3])}{more}")
+    return plan, names
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of a folder's files of weights, by its index where it has one.
+
+    Raises:
+        CheckpointError: there are none, or the index is damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        if not (folder / "model.safetensors").exists():
+            raise CheckpointError(f"{folder} has no model.safetensors and no {index.name}")
+        return ["model.safetensors"]
+    check_name(folder, index.name)
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is damaged: {error!r}") from error
+    for name in names:
+        check_name(folder, name, index.name)
+    return names

@@ -1,0 +1,110 @@
+"""Which elements of a tensor in a file are which elements of a parameter: strided pieces, and their parts that a rank owns.
+
+[Note: pieces] What `save_pretrained` writes differs from the parameters by renaming and by moving elements: experts are
+unstacked, fused projections split, heads permuted. Every such tensor is a few strided pieces of parameters. A rank owns
+an interval of each parameter's elements, so a part of each piece, and writes or reads exactly that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Side = Literal["source", "target"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements that two tensors have in common, walked in the same order in both; counted in elements, strides > 0.
+
+    Attributes:
+        shape: of the walk.
+        source: the name of the parameter or state.
+        source_offset, source_strides: where its elements lie in the flattened source.
+        target_offset, target_strides: where they lie in the flattened tensor of the file.
+    """
+
+    shape: tuple[int, ...]
+    source: str
+    source_offset: int
+    source_strides: tuple[int, ...]
+    target_offset: int
+    target_strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def _side(self, side: Side) -> tuple[int, tuple[int, ...]]:
+        if side == "source":
+            return self.source_offset, self.source_strides
+        return self.target_offset, self.target_strides
+
+    def span(self, side: Side) -> tuple[int, int]:
+        """The first, and the last plus one, element on one side."""
+        offset, strides = self._side(side)
+        return offset, offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True))
+
+    def narrow(self, dim: int, start: int, stop: int) -> Piece:
+        """The part with indices `start` to `stop` of dimension `dim`."""
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        source = self.source_offset + start * self.source_strides[dim]
+        target = self.target_offset + start * self.target_strides[dim]
+        return replace(self, shape=shape, source_offset=source, target_offset=target)
+
+    def within(self, side: Side, start: int, stop: int) -> Iterator[Piece]:
+        """The parts whose elements on `side` lie in [start, stop)."""
+        if not self.numel:
+            return
+        low, high = self.span(side)
+        if start <= low and high <= stop:
+            yield self
+            return
+        if high <= start or stop <= low:
+            return
+        _, strides = self._side(side)
+        dim = max((d for d, n in enumerate(self.shape) if n > 1), key=lambda d: strides[d])
+        stride, count = strides[dim], self.shape[dim]
+        extent = high - low - (count - 1) * stride  # of one index
+        first = min(max(-((low - start) // stride), 0), count)
+        last = min(max((stop - extent - low) // stride + 1, first), count)
+        if first < last:
+            yield from self.narrow(dim, first, last).within(side, start, stop)
+        for index in (*range(first), *range(last, count)):
+            at = low + index * stride
+            if at < stop and at + extent > start:
+                yield from self.narrow(dim, index, index + 1).within(side, start, stop)
+
+    def runs(self) -> tuple[Piece, int]:
+        """The same piece with dimensions in the order of the target, and how many trailing ones are contiguous there."""
+        order = sorted(range(len(self.shape)), key=lambda d: (-self.target_strides[d], d))
+        order = [d for d in order if self.shape[d] != 1]
+        ordered = replace(
+            self,
+            shape=tuple(self.shape[d] for d in order),
+            source_strides=tuple(self.source_strides[d] for d in order),
+            target_strides=tuple(self.target_strides[d] for d in order),
+        )
+        length, trailing = 1, 0
+        for size, stride in zip(reversed(ordered.shape), reversed(ordered.target_strides), strict=True):
+            if stride != length:
+                break
+            length, trailing = length * size, trailing + 1
+        return ordered, trailing
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def identity(source: str, shape: tuple[int, ...]) -> Piece:
+    """All of a source, as it is."""
+    return Piece(shape, source, 0, row_major(shape), 0, row_major(shape))

@@ -1,0 +1,278 @@
+"""Checkpoints of the plain `transformers.Trainer`: the same folders and names, written by all ranks and committed at once.
+
+What a checkpoint of the Trainer contains stays: weights as `save_pretrained` writes them, scheduler, random states,
+`trainer_state.json`. The optimizer's state is in files of its own, and a manifest describes everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.background import background_of, wait_for
+from hf_zero.checkpoint.commit import StagedCheckpoint, latest, staged_in, verify
+from hf_zero.checkpoint.cooperative import attempt, read_files, write_plan
+from hf_zero.checkpoint.manifest import MANIFEST, Manifest
+from hf_zero.checkpoint.model_state import read_model
+from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
+from hf_zero.engine.engine import ZeroEngine, engine_of
+from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError, UsageError
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optimizer"
+_SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+_NAME = re.compile(r"^checkpoint-(\d+)$")
+
+
+def engine_under(model: nn.Module | None) -> ZeroEngine | None:
+    """The engine of a Trainer's model, in torch.compile's wrapper or not."""
+    return None if model is None else engine_of(getattr(model, "_orig_mod", model))
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint folder's name."""
+    found = _NAME.match(path.name)
+    return None if found is None else int(found.group(1))
+
+
+def global_batch_of(trainer: Any) -> int:
+    """Samples of one optimizer step, over all ranks."""
+    args = trainer.args
+    return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any) -> None:
+    """Save as `Trainer._save_checkpoint` does, into a staged folder, and commit it.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them failed; older checkpoints are left as they were.
+    """
+    engine = engine_under(trainer.model)
+    assert engine is not None
+    wait_for(engine.world)
+    run = Path(trainer._get_output_dir(trial=trial))
+    final = run / f"checkpoint-{trainer.state.global_step}"
+    staged = StagedCheckpoint(final, engine.world, background_of(engine.world))
+    best_before = trainer.state.best_model_checkpoint
+    try:
+        with _into(trainer, staged):
+            original(trainer, model, trial)
+            _name_best(trainer, staged)
+    except Exception as error:
+        staged.problem = staged.problem or f"{type(error).__name__}: {error}"
+    world = engine.world
+    manifest = Manifest(
+        step=trainer.state.global_step,
+        world_size=world.num_ranks,
+        stage=world.config.stage,
+        global_batch=global_batch_of(trainer),
+        config=json.loads(json.dumps(world.config.to_dict(), default=str)),
+    )
+    try:
+        staged.commit(manifest, after=functools.partial(_rotate, trainer, run, world))
+    except CheckpointError:
+        trainer.state.best_model_checkpoint = best_before
+        raise
+
+
+def _rotate(trainer: Any, run: Path, world: World) -> None:
+    problem = attempt(functools.partial(_remove_old, trainer, run)) if world.rank == 0 else None
+    if problem is not None:
+        logger.warning("old checkpoints in %s are still there: %s", run, problem)
+
+
+@contextmanager
+def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
+    """Within: the Trainer writes to the staged folder, and a step that fails does not keep this rank from the next one."""
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                staged.problem = staged.problem or f"{type(error).__name__}: {error}"
+                return None
+
+        return run
+
+    names = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+    before = {name: trainer.__dict__.get(name) for name in (*names, "_get_output_dir")}
+    for name in names:
+        setattr(trainer, name, guarded(getattr(trainer, name)))
+    trainer._get_output_dir = lambda trial=None: str(staged.outer)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del trainer.__dict__[name]
+            else:
+                setattr(trainer, name, value)
+
+
+def _name_best(trainer: Any, staged: StagedCheckpoint) -> None:
+    """The best checkpoint is called by the name it will have."""
+    state = trainer.state
+    if state.best_model_checkpoint == str(staged.folder):
+        state.best_model_checkpoint = str(staged.final)
+        if trainer.args.should_save:
+            state.save_to_json(str(staged.folder / _STATE))
+
+
+def _remove_old(trainer: Any, run: Path) -> None:
+    """Rotation as the Trainer's own, of committed checkpoints alone."""
+    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    for gone in run.glob(".checkpoint-*.removed"):
+        disk.remove_tree(gone)  # of a rotation that was cut off
+    if limit is None or limit <= 0:
+        return
+    ours = [path for path in run.iterdir() if step_of(path) is not None and (path / MANIFEST).is_file()]
+    ours.sort(key=lambda path: (path / MANIFEST).stat().st_mtime)
+    kept = {ours[-1].name, *([] if best is None else [Path(best).name])}
+    removable = [path for path in ours if path.name not in kept]
+    for path in removable[: max(len(ours) - max(limit, len(kept)), 0)]:
+        gone = path.parent / f".{path.name}.removed"
+        disk.rename(path, gone)  # at once: half of a checkpoint would be called damaged
+        disk.remove_tree(gone)
+
+
+def save_optimizer(trainer: Any, folder: Path) -> None:
+    """Write the optimizer's state, every rank its rows, and the scheduler's."""
+    engine = engine_under(trainer.model)
+    assert engine is not None and engine.model is not None
+    plan, sources, content = capture(trainer.optimizer, engine.model, OPTIMIZER)
+    staged = staged_in(folder)
+    if staged is None:
+        write_plan(plan, sources, folder, engine.world)
+    else:
+        staged.write(plan, sources)
+    if trainer.args.should_save:
+        disk.write_file(folder / state_files(OPTIMIZER)[1], json.dumps(content).encode())
+        torch.save(trainer.lr_scheduler.state_dict(), folder / _SCHEDULER)
+
+
+def load_optimizer(trainer: Any, folder: Path) -> None:
+    """Give optimizer and scheduler the state of a verified checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is changed, if a file is missing or another optimizer's.
+    """
+    engine = engine_under(trainer.model)
+    assert engine is not None and engine.model is not None
+    world, problem, loaded = engine.world, None, None
+    try:
+        loaded = LoadedState(folder, OPTIMIZER, trainer.optimizer, engine.model)
+        scheduler = torch.load(folder / _SCHEDULER, weights_only=True)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
+    assert loaded is not None
+    plan, sources = loaded.install()
+    problem = attempt(lambda: read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.rank))
+    world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
+    trainer.lr_scheduler.load_state_dict(scheduler)
+
+
+def load_weights(trainer: Any, folder: Path) -> None:
+    """Verify a checkpoint, then read this rank's rows of its weights."""
+    engine = engine_under(trainer.model)
+    assert engine is not None and engine.model is not None
+    wait_for(engine.world)
+    verify(folder, engine.world)
+    read_model(engine.model, folder, engine.world)
+
+
+def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str | None:
+    """The folder to resume from: the given one, or with True the newest that verifies; the same on every rank.
+
+    Raises:
+        CheckpointError: on all ranks, if there is none that is whole.
+        UsageError: it was written at another global batch size, and `zero_any_batch` is not set.
+    """
+    engine = engine_under(trainer.model)
+    assert engine is not None
+    world = engine.world
+    wait_for(world)
+    found: tuple[str | None, str | None] = (None, None)
+    if world.rank == 0:
+        try:
+            found = _newest(Path(trainer.args.output_dir)) if isinstance(wanted, bool) else (os.fspath(wanted), None)
+        except OSError as error:
+            found = None, f"looking for a checkpoint in {trainer.args.output_dir}: {error}"
+    path, problem = world.share(found, "the checkpoint to resume from")
+    if problem is not None:
+        raise CheckpointError(problem)
+    manifest = verify(Path(path), world)
+    for name in (*state_files(OPTIMIZER), _SCHEDULER, _STATE):
+        if name not in manifest.files:
+            raise CheckpointError(
+                f"{Path(path) / name} is missing: it was saved with weights alone, and training cannot go on from there; to "
+                "start anew from its weights, load them with from_pretrained"
+            )
+    expected, ours = manifest.global_batch, global_batch_of(trainer)
+    if expected not in (None, ours) and not getattr(trainer.args, "zero_any_batch", False):
+        raise UsageError(
+            f"{path} was written with {expected} samples a step, and now it would be {ours} "
+            f"({trainer._train_batch_size} a rank x {trainer.args.gradient_accumulation_steps} micro-batches x "
+            f"{trainer.args.world_size} ranks): samples would be repeated or left out. Change the batch size, or set "
+            "zero_any_batch=True to go on all the same"
+        )
+    return str(path)
+
+
+class SignalSaves:
+    """Lets all ranks save at the same step when SIGTERM comes (`enable_jit_checkpoint`): it reaches them at different ones.
+
+    Args:
+        manager: the Trainer's `CheckpointManager`, whose request this takes and repeats on every rank together.
+        world: the ranks.
+    """
+
+    def __init__(self, manager: Any, world: World) -> None:
+        self._manager, self._world, self._is_requested = manager, world, False
+        manager._enable_checkpoint = self._request
+
+    def _request(self) -> None:
+        self._is_requested = True
+
+    def poll(self) -> None:
+        """Ask for a save if any rank has had the signal; called by all of them after a step."""
+        answers = [[int(self._is_requested)]]
+        if self._world.collectives is not None:
+            answers = self._world.collectives.agree(answers[0], "a signal to save")
+        if any(answer for (answer,) in answers):
+            self._is_requested, self._manager.is_checkpoint_requested = False, True
+
+
+def signal_saves(trainer: Any) -> SignalSaves | None:
+    """Take over what a signal asks of a Trainer; None if it does not listen to one."""
+    engine = engine_under(trainer.model)
+    for callback in trainer.callback_handler.callbacks:
+        manager = getattr(callback, "jit_manager", None)
+        if manager is not None and engine is not None:
+            return SignalSaves(manager, engine.world)
+    return None
+
+
+def _newest(run: Path) -> tuple[str | None, str | None]:
+    path, skipped = latest(run, step_of)
+    for reason in skipped:
+        logger.warning("checkpoint skipped: %s", reason)
+    if path is None:
+        reasons = f": {'; '.join(skipped)}" if skipped else ""
+        return None, f"no valid checkpoint in {run}{reasons}"
+    return str(path), None
