@@ -28,7 +28,7 @@ from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.world import World
-from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.errors import CheckpointError, CollectiveError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         with _into(trainer, staged):
             original(trainer, model, trial)
             _name_best(trainer, staged)
+    except CollectiveError:
+        raise  # there is nobody to agree with
     except Exception as error:
         staged.problem = staged.problem or f"{type(error).__name__}: {error}"
     world = engine.world
@@ -103,6 +105,8 @@ def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
                 return method(*args, **kwargs)
+            except CollectiveError:
+                raise
             except Exception as error:
                 staged.problem = staged.problem or f"{type(error).__name__}: {error}"
                 return None

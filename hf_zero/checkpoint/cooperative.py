@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.background import WRITING_S
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece
@@ -60,6 +61,7 @@ def _write_all(
     problem = None
     if world.rank == 0:
         problem = attempt(lambda: _make(partial, folder))
+    world.meet(f"preparing files in {folder}", WRITING_S)
     world.raise_together(problem, f"preparing files in {folder}", CheckpointError)
     is_shared = shares_folder(folder, world)
     if not is_shared and world.rank == 0:
@@ -75,6 +77,7 @@ def _write_all(
             )
         else:
             problem = _write_streamed(extents, name, folder, file, plan, sources, world) or problem
+    world.meet(f"writing {folder}", WRITING_S)
     world.raise_together(problem, f"writing {folder}", CheckpointError)
     if world.rank == 0:
         problem = attempt(lambda: _rename(partial, folder))
