@@ -37,6 +37,8 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     Args:
         zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
             `bf16=True`, a `compute_dtype` of "auto" becomes bfloat16.
+        zero_weights_only: `train(resume_from_checkpoint=...)` starts anew, at step 0 with a fresh optimizer, from the
+            weights of the checkpoint.
         zero_any_batch: resume from a checkpoint that was written with another number of samples a step, though samples
             are then repeated or left out.
 
@@ -54,6 +56,9 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
         default=None, metadata={"help": "ZeRO configuration: a YAML or JSON file, or JSON text."}
     )
 
+    zero_weights_only: bool = field(
+        default=False, metadata={"help": "Start anew from the weights of the checkpoint to resume from."}
+    )
     zero_any_batch: bool = field(
         default=False, metadata={"help": "Resume from a checkpoint written with another number of samples a step."}
     )

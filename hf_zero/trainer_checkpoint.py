@@ -200,6 +200,11 @@ def load_weights(trainer: Any, folder: Path) -> None:
     read_model(engine.model, folder, engine.world)
 
 
+def wants_weights_only(args: Any) -> bool:
+    """Whether a checkpoint's weights are to be the start of a new training."""
+    return bool(getattr(args, "zero_weights_only", False))
+
+
 def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str | None:
     """The folder to resume from: the given one, or with True the newest that verifies; the same on every rank.
 
@@ -221,11 +226,13 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str 
     if problem is not None:
         raise CheckpointError(problem)
     manifest = verify(Path(path), world)
+    if wants_weights_only(trainer.args):
+        return str(path)
     for name in (*state_files(OPTIMIZER), _SCHEDULER, _STATE):
         if name not in manifest.files:
             raise CheckpointError(
                 f"{Path(path) / name} is missing: it was saved with weights alone, and training cannot go on from there; to "
-                "start anew from its weights, load them with from_pretrained"
+                "start anew from its weights, set zero_weights_only=True"
             )
     expected, ours = manifest.global_batch, global_batch_of(trainer)
     if expected not in (None, ours) and not getattr(trainer.args, "zero_any_batch", False):

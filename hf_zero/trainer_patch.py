@@ -132,6 +132,9 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UsageError("the Trainer's model was partitioned, but its engine is gone: make the Trainer again")
         if resume_from_checkpoint and engine_under(self.model) is not None:
             resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint)
+            if trainer_checkpoint.wants_weights_only(self.args):
+                self._load_from_checkpoint(resume_from_checkpoint)
+                resume_from_checkpoint = None
         return original(self, resume_from_checkpoint, *args, **kwargs)
 
     return wrapped

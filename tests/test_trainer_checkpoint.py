@@ -338,17 +338,24 @@ def test_old_checkpoints_go_after_newer_ones_and_the_best_stays(folder: str) -> 
 
 
 @undone
-def weights_alone(folder: str) -> tuple[list[str], tuple[str, str]]:
+def weights_alone(folder: str) -> tuple[list[str], tuple[str, str], dict[str, Tensor]]:
     path = f"{folder}/weights"
     make_trainer(folder, 3, loaded, output_dir=path, max_steps=2, save_only_model=True, **SAVING).train()
     resumed = error_of(lambda: make_trainer(folder, 3, loaded, output_dir=path).train(resume_from_checkpoint=True))
-    return sorted(os.listdir(f"{path}/checkpoint-2")), resumed
+    args: Values = {"output_dir": f"{path}/anew", "max_steps": 1, "learning_rate": 0.0, "zero_weights_only": True}
+    anew = make_trainer(folder, 3, loaded, **args)
+    anew.train(resume_from_checkpoint=f"{path}/checkpoint-2")
+    assert anew.state.global_step == 1
+    return sorted(os.listdir(f"{path}/checkpoint-2")), resumed, whole_state_dict(anew.model)
 
 
-def test_weights_alone_are_never_taken_for_a_whole_checkpoint(folder: str) -> None:
-    for files, (kind, text) in run_ranks(weights_alone, 2, folder):
+def test_weights_alone_are_never_taken_for_a_whole_checkpoint_unless_asked_for(folder: str) -> None:
+    for files, (kind, text), weights in run_ranks(weights_alone, 2, folder):
         assert "model.safetensors" in files and MANIFEST in files and "optimizer.safetensors" not in files
-        assert kind == "CheckpointError" and "optimizer.safetensors is missing" in text
+        assert kind == "CheckpointError"
+        assert "optimizer.safetensors is missing" in text and "zero_weights_only=True" in text
+        saved = load_safetensors(f"{folder}/weights/checkpoint-2/model.safetensors")
+        assert all(torch.equal(weights[name], value) for name, value in saved.items())
 
 
 def test_checkpoint_is_an_export(folder: str) -> None:

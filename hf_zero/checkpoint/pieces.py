@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hf_zero.engine.layout import row_major
+
 Side = Literal["source", "target"]
 
 
@@ -94,15 +96,6 @@ class Piece:
                 break
             length, trailing = length * size, trailing + 1
         return ordered, trailing
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def identity(source: str, shape: tuple[int, ...]) -> Piece:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.checkpoint.pieces import Piece, row_major
+from hf_zero.checkpoint.pieces import Piece
+from hf_zero.engine.layout import row_major
 
 _aten = torch.ops.aten
 

@@ -86,3 +86,12 @@ def place(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(end)
         end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return tuple(offsets), end
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from hf_zero.engine.layout import RowLayout
+from hf_zero.engine.layout import RowLayout, row_major
 
 
 def wrap_local(local: Tensor, layout: RowLayout, mesh: DeviceMesh) -> DTensor:
     """A `DTensor` of `layout.shape` over this rank's rows `local`, without communication."""
     placement = Shard(0) if layout.num_ranks > 1 else Replicate()
-    shape, stride = torch.Size(layout.shape), _row_major(layout.shape)
+    shape, stride = torch.Size(layout.shape), row_major(layout.shape)
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
@@ -70,15 +70,7 @@ def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: in
 def tensor_on(storage: torch.UntypedStorage, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of `shape` over the memory of `storage` from `offset_bytes` on; a new version counter."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    return tensor.set_(storage, offset_bytes // dtype.itemsize, shape, _row_major(shape))
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return tensor.set_(storage, offset_bytes // dtype.itemsize, shape, row_major(shape))
 
 
 _cached_for: weakref.ref[object] | None = None

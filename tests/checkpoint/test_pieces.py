@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hf_zero.checkpoint import disk, tensor_file
 from hf_zero.checkpoint.manifest import record_of
-from hf_zero.checkpoint.pieces import Piece, identity, row_major
+from hf_zero.checkpoint.pieces import Piece, identity
 from hf_zero.checkpoint.tensor_file import Extent, Source, TensorInfo, layout_file, read_layout, read_rows, write_rows
 from hf_zero.checkpoint.trace import Tracer
-from hf_zero.engine.layout import RowLayout
+from hf_zero.engine.layout import RowLayout, row_major
 from hf_zero.errors import CheckpointError
 
 
