@@ -165,7 +165,7 @@ def save_optimizer(trainer: Any, folder: Path) -> None:
     else:
         staged.write(plan, sources)
     if trainer.args.should_save:
-        disk.write_file(folder / state_files(OPTIMIZER)[1], json.dumps(content).encode())
+        disk.write_file(folder / state_files(OPTIMIZER)[1], json.dumps(content).encode(), syncs=staged is None)
         torch.save(trainer.lr_scheduler.state_dict(), folder / _SCHEDULER)
 
 

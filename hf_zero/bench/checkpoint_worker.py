@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -99,10 +100,10 @@ class HfZero(Engine):
     def _save(self, folder: Path, is_async: bool) -> None:
         staged = StagedCheckpoint(folder, self.world, background_of(self.world) if is_async else None)
         write_model(self.model, staged.folder, self.world)
-        plan, sources, _ = capture(self.optimizer, self.model, "optimizer")
+        plan, sources, content = capture(self.optimizer, self.model, "optimizer")
         staged.write(plan, sources)
         if self.is_first:
-            disk.write_file(staged.folder / "optimizer.json", _numbers(self.optimizer, self.model))
+            disk.write_file(staged.folder / "optimizer.json", json.dumps(content).encode(), syncs=False)
         staged.commit(Manifest(step=1, world_size=self.world.num_ranks, stage=3))
 
     def save(self, folder: Path) -> None:
@@ -124,12 +125,6 @@ class HfZero(Engine):
     def export(self, folder: Path) -> None:
         """Every rank writes its rows."""
         self.model.save_pretrained(folder)  # type: ignore[operator]
-
-
-def _numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> bytes:
-    import json
-
-    return json.dumps(capture(optimizer, model, "optimizer")[2]).encode()
 
 
 class Fsdp2(Engine):

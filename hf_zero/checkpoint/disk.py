@@ -22,13 +22,14 @@ def make_folder(path: Path) -> None:
     path.mkdir()
 
 
-def write_file(path: Path, data: bytes, size: int | None = None) -> None:
+def write_file(path: Path, data: bytes, size: int | None = None, *, syncs: bool = True) -> None:
     """Write a file and let it reach the disk.
 
     Args:
         path: replaced if it exists.
         data: its beginning.
         size: its length; what follows `data` is written later by `write_at`, into blocks that are reserved now.
+        syncs: False for a file of a checkpoint, which is synced when that is committed.
     """
     _note("write_file", path)
     with path.open("wb") as file:
@@ -37,7 +38,8 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> None:
             file.flush()
             _reserve(file.fileno(), size)
         file.flush()
-        os.fsync(file.fileno())
+        if syncs:
+            os.fsync(file.fileno())
 
 
 def _reserve(fd: int, size: int) -> None:
