@@ -142,7 +142,7 @@ class ZeroConfig:
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only): one gather less, and the memory of all parameters.
         expected_world_size: ranks that the run must have; None: any number.
-        async_save: checkpoints are written while training goes on, from copies of the rows.
+        async_save: the Trainer's checkpoints are written while training goes on, from copies of the rows.
 
     Raises:
         ConfigError: a value is wrong, or two do not go together.

@@ -166,7 +166,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: list[Any]) -> None:
-    """What the Trainer does first: refuse what cannot work yet, and give the model its engine."""
+    """What the Trainer does first: give the model its engine."""
     config = getattr(args, "zero_config", None)
     for callback in callbacks:
         if isinstance(callback, ZeroCallback) and callback.config is not None:

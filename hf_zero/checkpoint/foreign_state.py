@@ -151,10 +151,10 @@ class _Inert:
     """Stands for an object of a library's class that an import does not look at; none of its code runs."""
 
     def __init__(self, *args: Any) -> None:
-        pass
+        """Keep nothing."""
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        """Keep nothing."""
 
 
 def load_pickle(path: Path, allow_pickle: bool, inert: str = "", as_int: str = "") -> Any:
