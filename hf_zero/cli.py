@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from hf_zero import __version__
+from hf_zero.bench.models import SIZES
 from hf_zero.errors import ZeroError
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure on this machine, beside other engines")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     saving = kinds.add_parser("checkpoint", help="time and memory to save, load and export, and the stall of a save")
-    saving.add_argument("--model", default="llama-92m", help="llama-10m or llama-92m (default), fp32, with AdamW")
+    saving.add_argument(
+        "--model", default="llama-92m", help=f"{', '.join(SIZES)} (default: llama-92m), fp32, with AdamW"
+    )
     saving.add_argument("--ranks", type=int, default=2)
     saving.add_argument("--rounds", type=int, default=3)
     saving.add_argument("--engines", default="plain,hf_zero,fsdp2-dcp,fsdp2-full", help="comma list; this is all")

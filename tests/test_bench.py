@@ -1,10 +1,13 @@
 """The benchmark runs, and says what it measured."""
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
+from transformers import GPT2Config
 
 from hf_zero.bench import checkpoint
+from hf_zero.bench.models import SIZES, config_of
 from hf_zero.bench.processes import BenchError, Sample, anonymous_bytes, measure
 
 _TINY = {
@@ -18,7 +21,7 @@ _TINY = {
 
 
 def test_checkpoint_bench_measures_every_operation() -> None:
-    with mock.patch.dict(checkpoint.MODELS, tiny=_TINY):
+    with mock.patch.dict(SIZES, tiny=_TINY):
         lines = checkpoint.run("tiny", 2, 1, ["hf_zero"]).splitlines()
     assert lines[0].split("  ")[-1].strip() == "stall of save 2"
     assert lines[1].startswith("hf_zero") and lines[1].count(" s (") == 5
@@ -33,6 +36,21 @@ def test_table_shows_the_median_and_the_range() -> None:
 def test_unknown_names_list_the_known(model: str, engine: str) -> None:
     with pytest.raises(BenchError, match="choose from"):
         checkpoint.run(model, 2, 1, [engine])
+
+
+def test_config_of_a_name_is_a_llama_with_a_head_of_its_own() -> None:
+    config = config_of("llama-1b")
+    assert (config.model_type, config.num_key_value_heads, config.tie_word_embeddings) == ("llama", 4, False)
+
+
+def test_config_of_a_folder_is_the_one_in_it(tmp_path: Path) -> None:
+    GPT2Config(n_embd=24).save_pretrained(tmp_path)
+    assert config_of(str(tmp_path)).n_embd == 24
+
+
+def test_config_of_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(BenchError, match=r"'llama-2m' is not known.*llama-10m, llama-34m"):
+        config_of("llama-2m")
 
 
 def test_memory_peak_is_over_what_was_there_before() -> None:

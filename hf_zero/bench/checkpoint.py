@@ -7,25 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_zero.bench.models import SIZES
 from hf_zero.bench.processes import BenchError, Sample, run_ranks
 
 ENGINES = ("plain", "hf_zero", "fsdp2-dcp", "fsdp2-full")
-MODELS = {
-    "llama-10m": {
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "vocab_size": 12000,
-    },
-    "llama-92m": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 12,
-        "vocab_size": 32000,
-    },
-}
 _COLUMNS = ("save", "load", "export", "stall of save 1", "stall of save 2")
 
 
@@ -33,7 +18,7 @@ def run(model: str, num_ranks: int, rounds: int, engines: Sequence[str]) -> str:
     """Measure every engine in fresh processes, `rounds` times in turn.
 
     Args:
-        model: a name in `MODELS`; fp32, with AdamW.
+        model: a name in `SIZES`; fp32, with AdamW.
         num_ranks: processes, one thread each.
         rounds: how often.
         engines: names in `ENGINES`.
@@ -44,14 +29,14 @@ def run(model: str, num_ranks: int, rounds: int, engines: Sequence[str]) -> str:
     Raises:
         BenchError: a name is unknown, or a process failed.
     """
-    for name, known in ((model, tuple(MODELS)), *((engine, ENGINES) for engine in engines)):
+    for name, known in ((model, tuple(SIZES)), *((engine, ENGINES) for engine in engines)):
         if name not in known:
             raise BenchError(f"{name!r} is not known; choose from {', '.join(known)}")
     found: dict[str, list[dict[str, Sample]]] = {engine: [] for engine in engines}
     for _ in range(rounds):
         for engine in engines:
             with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench_") as scratch:
-                options = {"engine": engine, "sizes": MODELS[model], "folder": f"{scratch}/files"}
+                options = {"engine": engine, "sizes": SIZES[model], "folder": f"{scratch}/files"}
                 Path(scratch, "files").mkdir()
                 ranks = run_ranks("hf_zero.bench.checkpoint_worker", num_ranks, options, Path(scratch))
                 found[engine].append(_worst(ranks))
