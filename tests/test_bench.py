@@ -1,5 +1,7 @@
 """The benchmark runs, and says what it measured."""
 
+import json
+import mmap
 from pathlib import Path
 from unittest import mock
 
@@ -8,7 +10,16 @@ from transformers import GPT2Config
 
 from hf_zero.bench import checkpoint
 from hf_zero.bench.models import SIZES, config_of
-from hf_zero.bench.processes import BenchError, Sample, anonymous_bytes, measure
+from hf_zero.bench.processes import (
+    BenchError,
+    MemoryPeak,
+    Sample,
+    anonymous_bytes,
+    measure,
+    options,
+    private_bytes,
+    report,
+)
 
 _TINY = {
     "hidden_size": 16,
@@ -58,3 +69,29 @@ def test_memory_peak_is_over_what_was_there_before() -> None:
     sample = measure(lambda: kept.append(bytearray(b"1") * 40_000_000), lambda: None)
     assert 38_000_000 < sample.extra_bytes < 80_000_000
     assert anonymous_bytes() > 40_000_000
+
+
+def test_memory_peak_watches_what_it_is_told_to() -> None:
+    looks = iter(range(1_000_000))
+    with MemoryPeak(lambda: next(looks)) as memory:
+        pass
+    assert memory.before == 0 and memory.peak == next(looks) - 1
+
+
+def test_private_memory_has_a_part_of_what_ranks_share_and_none_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1" * 40_000_000)
+    with mmap.mmap(-1, 40_000_000) as shared, (tmp_path / "file").open("rb") as file:
+        before = private_bytes(4)
+        shared.write(b"1" * 4_000_000 * 10)
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            assert max(mapped[:: mmap.PAGESIZE]) == ord("1")
+            assert 9_000_000 < private_bytes(4) - before < 20_000_000
+
+
+def test_report_is_an_object_with_dataclasses_as_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_OPTIONS", json.dumps({"report": str(tmp_path / "report")}))
+    report({"loss": 1.5, "sample": Sample(2.0, 3)})
+    assert json.loads(Path(options()["report"]).read_text()) == {
+        "loss": 1.5,
+        "sample": {"seconds": 2.0, "extra_bytes": 3},
+    }

@@ -39,7 +39,7 @@ def run(model: str, num_ranks: int, rounds: int, engines: Sequence[str]) -> str:
                 options = {"engine": engine, "sizes": SIZES[model], "folder": f"{scratch}/files"}
                 Path(scratch, "files").mkdir()
                 ranks = run_ranks("hf_zero.bench.checkpoint_worker", num_ranks, options, Path(scratch))
-                found[engine].append(_worst(ranks))
+                found[engine].append(_worst([{name: Sample(**each) for name, each in rank.items()} for rank in ranks]))
     return table(found)
 
 

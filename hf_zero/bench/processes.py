@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Sample:
 
     Attributes:
         seconds: from a barrier before to a barrier after.
-        extra_bytes: peak of this process's anonymous memory, over what it held before.
+        extra_bytes: peak of this process's memory, over what it held before.
     """
 
     seconds: float
@@ -38,17 +38,39 @@ class Sample:
 
 def anonymous_bytes() -> int:
     """Memory of this process that no file backs."""
+    return _status_bytes("RssAnon")
+
+
+def private_bytes(num_ranks: int) -> int:
+    """Memory that this process costs the host: anonymous, and its part of what the ranks of the host share.
+
+    Pages of a file that is only read are not in it: they are the host's cache, once for all processes.
+
+    Args:
+        num_ranks: that the shared memory is divided by.
+    """
+    return _status_bytes("RssAnon") + _status_bytes("RssShmem") // num_ranks
+
+
+def _status_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise BenchError("this kernel does not tell anonymous memory apart (RssAnon in /proc/self/status)")
+    raise BenchError(f"this kernel does not tell kinds of memory apart ({name} in /proc/self/status)")
 
 
 class MemoryPeak:
-    """Within: a thread looks at this process's anonymous memory every two milliseconds."""
+    """Within: a thread looks at this process's memory every two milliseconds.
+
+    Args:
+        held: what it looks at, in bytes.
+    """
+
+    def __init__(self, held: Callable[[], int] = anonymous_bytes) -> None:
+        self._held = held
 
     def __enter__(self) -> MemoryPeak:
-        self.before = self.peak = anonymous_bytes()
+        self.before = self.peak = self._held()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -56,18 +78,24 @@ class MemoryPeak:
 
     def _watch(self) -> None:
         while not self._is_over.wait(0.002):
-            self.peak = max(self.peak, anonymous_bytes())
+            self.peak = max(self.peak, self._held())
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
-        self.peak = max(self.peak, anonymous_bytes())
+        self.peak = max(self.peak, self._held())
 
 
-def measure(work: Callable[[], object], barrier: Callable[[], object]) -> Sample:
-    """Run `work` between two barriers."""
+def measure(
+    work: Callable[[], object], barrier: Callable[[], object], held: Callable[[], int] = anonymous_bytes
+) -> Sample:
+    """Run `work` between two barriers.
+
+    Args:
+        held: the memory to watch, in bytes.
+    """
     barrier()
-    with MemoryPeak() as memory:
+    with MemoryPeak(held) as memory:
         start = time.perf_counter()
         work()
         barrier()
@@ -75,11 +103,11 @@ def measure(work: Callable[[], object], barrier: Callable[[], object]) -> Sample
     return Sample(seconds, memory.peak - memory.before)
 
 
-def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Sample]]:
+def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Run `python -m module` once a rank, each with one thread; what each wrote to its `report`.
 
     Args:
-        module: reads its options from BENCH_OPTIONS, and writes its samples by `report`.
+        module: reads its options from BENCH_OPTIONS, and hands over what it found by `report`.
         num_ranks: processes.
         options: for all of them.
         folder: for their reports.
@@ -112,8 +140,7 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
     for process, output in zip(processes, outputs, strict=True):
         if process.returncode:
             raise BenchError(f"{module} with {options} ended with {process.returncode}:\n{output[-2000:]}")
-    reports = [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(num_ranks)]
-    return [{name: Sample(**sample) for name, sample in each.items()} for each in reports]
+    return [dict(json.loads((folder / f"report{rank}.json").read_text())) for rank in range(num_ranks)]
 
 
 def options() -> dict[str, Any]:
@@ -121,6 +148,10 @@ def options() -> dict[str, Any]:
     return dict(json.loads(os.environ["BENCH_OPTIONS"]))
 
 
-def report(samples: dict[str, Sample]) -> None:
-    """Hand the samples of this rank to the process that started it."""
-    Path(options()["report"]).write_text(json.dumps({name: asdict(sample) for name, sample in samples.items()}))
+def report(found: Mapping[str, object]) -> None:
+    """Hand what this rank found to the process that started it.
+
+    Args:
+        found: what JSON can hold, and dataclasses, which become objects of their fields.
+    """
+    Path(options()["report"]).write_text(json.dumps(dict(found), default=asdict))
