@@ -117,7 +117,7 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
     for rank in range(num_ranks):
         environment = os.environ | {
             "RANK": str(rank),
@@ -129,17 +129,22 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
             "BENCH_OPTIONS": json.dumps(options | {"report": str(folder / f"report{rank}.json")}),
         }
         command = [sys.executable, "-m", module]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    outputs = []
+        with (folder / f"output{rank}").open("wb") as output:
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + _LIMIT_S
     try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=_LIMIT_S)[0].decode(errors="replace"))
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes) or time.monotonic() > deadline:
+                break  # the others would wait for it
+            time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
-    for process, output in zip(processes, outputs, strict=True):
+            process.wait()
+    for rank, process in sorted(enumerate(processes), key=lambda each: each[1].returncode < 0):
         if process.returncode:
-            raise BenchError(f"{module} with {options} ended with {process.returncode}:\n{output[-2000:]}")
+            text = (folder / f"output{rank}").read_text(errors="replace")
+            raise BenchError(f"{module} with {options}: rank {rank} ended with {process.returncode}:\n{text[-2000:]}")
     return [dict(json.loads((folder / f"report{rank}.json").read_text())) for rank in range(num_ranks)]
 
 

@@ -1,0 +1,186 @@
+"""The engines that `hf-zero bench step` trains with, each as its users would set it up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero
+from hf_zero.ledger import Ledger
+
+_LEARNING_RATE = 1e-4
+_PACKAGES = {"fairscale": "fairscale", "deepspeed": "deepspeed"}  # by the first word of an engine's name
+
+
+@dataclass
+class Training:
+    """A model under one engine, ready to train.
+
+    Attributes:
+        model: what is called with a batch.
+        backward: takes the loss.
+        step: updates the parameters with AdamW and drops the gradients.
+        ledger: what counted the exchanges; None where the engine has none.
+        context: what the forward runs in.
+    """
+
+    model: Callable[..., Any]
+    backward: Callable[[Tensor], object]
+    step: Callable[[], None]
+    ledger: Ledger | None = None
+    context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every engine is given.
+
+    Attributes:
+        make_model: builds the model, the same on every rank, on the CPU, in fp32.
+        device: where it trains.
+        dtype: to compute in; parameters and optimizer states are fp32 in any case.
+        batch_size: sequences a rank.
+    """
+
+    make_model: Callable[[], nn.Module]
+    device: torch.device
+    dtype: torch.dtype
+    batch_size: int
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the compute dtype is another one than the parameters'."""
+        return self.dtype != torch.float32
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Mixed precision for engines that have none of their own."""
+        return torch.autocast(self.device.type, self.dtype) if self.is_mixed else contextlib.nullcontext()
+
+
+def missing_package(engine: str) -> str | None:
+    """The pip line that adds what `engine` needs; None if nothing is missing."""
+    for word, package in _PACKAGES.items():
+        if engine.startswith(word) and importlib.util.find_spec(word) is None:
+            return f"pip install {package}"
+    return None
+
+
+def known(engine: str) -> bool:
+    """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise."""
+    name, _, exchange = engine.partition(":")
+    return name in ENGINES and (not exchange or (name.startswith("zero") and name[4:].isdigit()))
+
+
+def build(engine: str, setup: Setup) -> Training:
+    """Set up `engine`; called by all ranks together."""
+    name, _, exchange = engine.partition(":")
+    if name.startswith("zero") and name[4:].isdigit():
+        return _hf_zero(int(name[4:]), exchange or "auto", setup)
+    return ENGINES[name](setup)
+
+
+def _adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=_LEARNING_RATE, fused=True)
+
+
+def _training(
+    model: Callable[..., Any], optimizer: torch.optim.Optimizer, setup: Setup, sync: Callable[[], object] | None = None
+) -> Training:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        if sync is not None:
+            sync()
+
+    return Training(model, Tensor.backward, step, context=setup.autocast)
+
+
+def _local(setup: Setup) -> Training:
+    """Nothing is exchanged; the ranks only wait for each other at every step, as the others do."""
+    model = setup.make_model().to(setup.device)
+    return _training(model, _adamw(model.parameters()), setup, dist.barrier)
+
+
+def _ddp(setup: Setup) -> Training:
+    model = nn.parallel.DistributedDataParallel(setup.make_model().to(setup.device))
+    return _training(model, _adamw(model.parameters()), setup)
+
+
+def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
+    dtype = str(setup.dtype).removeprefix("torch.")
+    with hf_zero.Init({"stage": stage, "collectives": exchange, "compute_dtype": dtype}):
+        model = setup.make_model()
+    model = model.to(setup.device)
+    engine = hf_zero.shard_model(model)
+    training = _training(model, _adamw(model.parameters()), setup)
+    training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
+    return training
+
+
+def _fsdp2(reshards: bool, setup: Setup) -> Training:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = setup.make_model().to(setup.device)
+    policy = MixedPrecisionPolicy(setup.dtype, torch.float32) if setup.is_mixed else MixedPrecisionPolicy()
+    blocks = set(getattr(model, "_no_split_modules", None) or ())
+    for block in [module for module in model.modules() if type(module).__name__ in blocks]:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshards)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshards)
+    training = _training(model, _adamw(model.parameters()), setup)
+    training.context = contextlib.nullcontext
+    return training
+
+
+def _zero_redundancy_optimizer(setup: Setup) -> Training:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(setup.make_model().to(setup.device))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
+    return _training(model, optimizer, setup)
+
+
+def _fairscale(shards_gradients: bool, setup: Setup) -> Training:
+    fairscale = importlib.import_module("fairscale.optim.oss")
+    model = setup.make_model().to(setup.device)
+    optimizer = fairscale.OSS(model.parameters(), torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
+    if shards_gradients:
+        wrapped = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(model, optimizer)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    return _training(wrapped, optimizer, setup)
+
+
+def _deepspeed(stage: int, setup: Setup) -> Training:
+    deepspeed = importlib.import_module("deepspeed")
+    model = setup.make_model()
+    config = {
+        "train_micro_batch_size_per_gpu": setup.batch_size,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": setup.is_mixed},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model.parameters()), config=config)
+    return Training(engine, engine.backward, engine.step)
+
+
+ENGINES: dict[str, Callable[[Setup], Training]] = {
+    "local": _local,
+    "ddp": _ddp,
+    **{f"zero{stage}": partial(_hf_zero, stage, "auto") for stage in range(4)},
+    "fsdp2": partial(_fsdp2, True),
+    "fsdp2-noreshard": partial(_fsdp2, False),
+    "zero-redundancy-optimizer": _zero_redundancy_optimizer,
+    "fairscale-oss": partial(_fairscale, False),
+    "fairscale-sdp": partial(_fairscale, True),
+    **{f"deepspeed{stage}": partial(_deepspeed, stage) for stage in (1, 2, 3)},
+}

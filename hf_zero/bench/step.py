@@ -1,0 +1,212 @@
+"""`hf-zero bench step`: training steps of one model, several engines side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.bench import engines as known_engines
+from hf_zero.bench.figures import Spread, ratio
+from hf_zero.bench.models import config_of
+from hf_zero.bench.processes import BenchError, run_ranks
+
+_MIB = 2**20
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a loss, relative to ddp's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        model: a named size, or a folder with a config.
+        num_ranks: processes, one thread each on CPU.
+        batch_size: sequences a rank and step.
+        seq_len: tokens a sequence.
+        steps: timed steps a run; three more warm up, and are watched for memory.
+        rounds: runs of every engine, in turn.
+        dtype: to compute in, "float32" or "bfloat16".
+        checkpointing: recompute activations in backward.
+        engines: names of `hf_zero.bench.engines`.
+    """
+
+    model: str
+    num_ranks: int
+    batch_size: int
+    seq_len: int
+    steps: int
+    rounds: int
+    dtype: str
+    checkpointing: bool
+    engines: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for engine in self.engines:
+            if not known_engines.known(engine):
+                raise BenchError(f"engine {engine!r} is not known; choose from {', '.join(known_engines.ENGINES)}")
+        for name in ("num_ranks", "batch_size", "seq_len", "steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise BenchError(f"{name} must be at least 1")
+        config_of(self.model)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine in one round.
+
+    Attributes:
+        seconds: a step, of the slowest rank.
+        peak_bytes: growth of the largest rank over the process before the model was made.
+        moved_bytes: received by the rank that received most, a step; None where nothing counted them.
+        losses: of every step, averaged over the ranks.
+    """
+
+    seconds: float
+    peak_bytes: int
+    moved_bytes: float | None
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """All runs by engine, and the pip lines of the engines that were skipped."""
+
+    plan: Plan
+    runs: dict[str, list[Run]]
+    skipped: dict[str, str]
+
+
+def measure(plan: Plan, progress: Callable[[str], None] = lambda line: None) -> Result:
+    """Run every engine in fresh processes, `plan.rounds` times in turn.
+
+    Raises:
+        BenchError: a process failed.
+    """
+    missing = {engine: known_engines.missing_package(engine) for engine in plan.engines}
+    skipped = {engine: line for engine, line in missing.items() if line is not None}
+    present = [engine for engine in plan.engines if engine not in skipped]
+    runs: dict[str, list[Run]] = {engine: [] for engine in present}
+    for number in range(plan.rounds):
+        for engine in present:
+            run = _run(plan, engine)
+            runs[engine].append(run)
+            progress(f"round {number + 1} of {plan.rounds}: {engine:<26}{run.seconds * 1e3:8.1f} ms a step")
+    return Result(plan, runs, skipped)
+
+
+def _run(plan: Plan, engine: str) -> Run:
+    options = asdict(plan) | {"engine": engine}
+    with tempfile.TemporaryDirectory(prefix="hf_zero_bench_") as folder:
+        ranks = run_ranks("hf_zero.bench.step_worker", plan.num_ranks, options, Path(folder))
+    moved = [rank["moved_bytes"] for rank in ranks]
+    return Run(
+        seconds=max(rank["seconds"] for rank in ranks),
+        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
+        moved_bytes=None if None in moved else max(moved),
+        losses=tuple(sum(losses) / len(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)),
+    )
+
+
+def is_valid(result: Result, engine: str) -> bool | None:
+    """Whether an engine's losses are ddp's in every round; None where there is no ddp, or nothing is exchanged."""
+    if engine == "local" or "ddp" not in result.runs:
+        return None
+    tolerance = _TOLERANCE[result.plan.dtype]
+    expected = result.runs["ddp"][0].losses
+    return all(
+        abs(loss - other) <= tolerance * abs(other)
+        for run in result.runs[engine]
+        for loss, other in zip(run.losses, expected, strict=True)
+    )
+
+
+def table(result: Result) -> str:
+    """A Markdown table of the figures, with what was measured above it."""
+    plan = result.plan
+    heads = ["engine", "ms a step", "over local", "over ddp", "peak MiB a rank", "MiB moved a step", "losses"]
+    rows = [heads, ["---", *["---:"] * 5, "---"]]
+    for engine, runs in result.runs.items():
+        spread = Spread.of([run.seconds * 1e3 for run in runs])
+        peak = Spread.of([run.peak_bytes / _MIB for run in runs])
+        moved = runs[0].moved_bytes
+        rows.append(
+            [
+                engine,
+                f"{spread.median:.0f} ({spread.least:.0f}-{spread.greatest:.0f})",
+                _ratio(result, engine, "local"),
+                _ratio(result, engine, "ddp"),
+                f"{peak.median:.0f} ({peak.least:.0f}-{peak.greatest:.0f})",
+                "-" if moved is None else f"{moved / _MIB:.1f}",
+                {True: "as ddp", False: "INVALID", None: "-"}[is_valid(result, engine)],
+            ]
+        )
+    what = f"{plan.model}, {plan.num_ranks} ranks, {plan.batch_size} x {plan.seq_len} tokens a rank, {plan.dtype}"
+    extra = ", activation checkpointing" if plan.checkpointing else ""
+    lines = [f"{what}{extra}; {plan.rounds} rounds of {plan.steps} steps; {_hardware()}", "", *_aligned(rows)]
+    lines += [f"skipped: {engine} ({line})" for engine, line in result.skipped.items()]
+    return "\n".join(lines)
+
+
+def _ratio(result: Result, engine: str, base: str) -> str:
+    if engine == base or base not in result.runs:
+        return "-"
+    found = ratio(*([run.seconds for run in result.runs[name]] for name in (engine, base)))
+    return f"{found} {found.verdict}".rstrip()
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
+
+
+def write_json(result: Result, path: Path) -> None:
+    """Every run, and the plan."""
+    runs: dict[str, Any] = {engine: [asdict(run) for run in runs] for engine, runs in result.runs.items()}
+    content = {"plan": asdict(result.plan), "hardware": _hardware(), "runs": runs, "skipped": result.skipped}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def check_plot() -> None:
+    """Raise before anything is measured if a plot could not be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
+
+
+def write_plot(result: Result, path: Path) -> None:
+    """Step time against peak memory, a point an engine with the range of its rounds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for engine, runs in result.runs.items():
+        time = Spread.of([run.seconds * 1e3 for run in runs])
+        peak = Spread.of([run.peak_bytes / _MIB for run in runs])
+        is_ours = engine.startswith("zero") and engine[4:5].isdigit()
+        errors = [[time.median - time.least], [time.greatest - time.median]]
+        style = {"marker": "o" if is_ours else "s", "color": "tab:green" if is_ours else "tab:gray", "capsize": 2}
+        axes.errorbar([peak.median], [time.median], yerr=errors, **style)
+        axes.annotate(engine, (peak.median, time.median), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("peak memory growth a rank, MiB")
+    axes.set_ylabel("ms a step")
+    axes.set_title(f"{result.plan.model}, {result.plan.num_ranks} ranks, {result.plan.dtype}")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=150)
