@@ -25,6 +25,7 @@ from hf_zero.deepspeed_config import ImportRow
 from hf_zero.errors import ConfigError
 
 __all__ = [
+    "COLLECTIVES_VARIABLE",
     "CONFIG_VARIABLE",
     "DeepSpeedImport",
     "ImportRow",
@@ -37,6 +38,9 @@ __all__ = [
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 """Environment variable: the file that `ZeroConfig.load(None)` reads."""
+
+COLLECTIVES_VARIABLE = "HF_ZERO_COLLECTIVES"
+"""Environment variable: what `collectives: auto` stands for, instead of measuring."""
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +141,9 @@ class ZeroConfig:
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
         reduce_dtype: dtype in which gradients are added up between ranks; "auto": the compute dtype.
         gradient_reduction: whether gradients are averaged over the ranks, or added.
-        collectives: how bytes move between ranks; "auto" is "pairwise" on gloo and "native" elsewhere.
+        collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
+            ranks swaps what the other needs), "host" (ranks of one host share memory; CPU only). "auto" takes the fastest
+            on gloo, measured once when training starts, and "native" elsewhere.
         timeout_s: seconds after which one exchange counts as failed.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only): one gather less, and the memory of all parameters.
@@ -157,7 +163,7 @@ class ZeroConfig:
     master_dtype: Literal["auto", "float32"] = "float32"
     reduce_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     gradient_reduction: Literal["mean", "sum"] = "mean"
-    collectives: Literal["auto", "native", "pairwise"] = "auto"
+    collectives: Literal["auto", "native", "pairwise", "host"] = "auto"
     timeout_s: float = 120.0
     reshard_after_forward: bool = True
     expected_world_size: int | None = None
@@ -177,6 +183,17 @@ class ZeroConfig:
     def policy(self) -> StagePolicy:
         """What the stage means, for code that must not ask for its number."""
         return _POLICIES[self.stage]
+
+    @property
+    def exchange(self) -> str:
+        """`collectives`, where HF_ZERO_COLLECTIVES may say what "auto" stands for.
+
+        Raises:
+            ConfigError: the variable holds another word.
+        """
+        if self.collectives != "auto":
+            return self.collectives
+        return _collectives(COLLECTIVES_VARIABLE, os.environ.get(COLLECTIVES_VARIABLE) or "auto")
 
     @classmethod
     def load(
@@ -295,7 +312,7 @@ _BYTE_UNITS = {"b": 1} | {
 _LARGEST = 2**63 - 1
 
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-_FUTURE_COLLECTIVES = ("host", "quantised", "quantized", "hierarchical")
+_FUTURE_COLLECTIVES = ("quantised", "quantized", "hierarchical")
 
 
 def _fail(key: str, value: object, problem: str) -> NoReturn:
@@ -369,7 +386,7 @@ def _dtype(key: str, value: object, *, words: tuple[str, ...]) -> str:
 
 
 def _collectives(key: str, value: object) -> str:
-    words = ("auto", "native", "pairwise")
+    words = ("auto", "native", "pairwise", "host")
     if isinstance(value, str) and value in _FUTURE_COLLECTIVES:
         _fail(key, value, f"does not exist yet; use one of {', '.join(words)}")
     return _word(key, value, words=words)

@@ -67,6 +67,8 @@ def summary(engine: ZeroEngine) -> str:
     trainable = sum(p.layout.numel for p in engine.parameters if p.param.requires_grad)
     collectives = world.collectives
     exchange = "none (one process)" if collectives is None else f"{collectives.name} on {collectives.backend}"
+    if collectives is not None and collectives.reason:
+        exchange += f" ({collectives.reason})"
     dtypes = sorted({str(p.compute_dtype).removeprefix("torch.") for p in engine.parameters})
     rest = sorted({str(p.param.dtype).removeprefix("torch.") for p in engine.parameters if p.param.requires_grad})
     units = (

@@ -13,9 +13,9 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 _LAYERS = [
     ["errors", "config", "deepspeed_config", "ledger"],
     ["engine.layout", "engine.order"],
-    ["engine.torch_compat", "engine.exchange", "engine.buffers", "engine.precision"],
-    ["engine.collectives"],
-    ["engine.native", "engine.pairwise"],
+    ["engine.torch_compat", "engine.exchange", "engine.buffers", "engine.precision", "engine.host_memory"],
+    ["engine.collectives", "engine.board"],
+    ["engine.native", "engine.pairwise", "engine.host", "engine.choosing"],
     ["engine.transport"],
     ["engine.world"],
     ["engine.parameter"],

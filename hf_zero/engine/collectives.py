@@ -1,7 +1,7 @@
 """The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, broadcast, agree.
 
 Every exchange returns a handle that is waited for later, with a timeout that names the peer, the operation and the unit.
-`native` and `pairwise` implement it; `transport` chooses between them.
+`native`, `pairwise` and `host` implement it; `transport` chooses between them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,15 @@ class Collectives(ABC):
         device: where the exchanged tensors live.
         timeout_s: seconds that a single exchange may take.
         ledger: what counts the exchanges.
+
+    Attributes:
+        name: as `ZeroConfig.collectives` has it.
+        reason: why `auto` chose it, for people; empty where it was asked for.
+        shares_memory: `allocate` gives all ranks the same memory, so that they see each other's rows as they change.
     """
 
     name: str
+    shares_memory = False
 
     def __init__(
         self,
@@ -78,9 +84,35 @@ class Collectives(ABC):
         # Of the default group: torch's DTensor caches take equal meshes for one another, so one mesh must serve them all.
         self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
         self._sequence = 0
+        self.reason = ""
         self.trail = 0  # a number for all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
         self._steps: dict[str, int] = {}
+
+    def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
+        """Memory for whole parameters: one for all ranks where they share memory, else one for each.
+
+        Args:
+            num_bytes: the same on every rank.
+            label: what for.
+
+        Raises:
+            CollectiveError: a rank cannot have it; raised on all of them.
+        """
+        return torch.UntypedStorage(num_bytes, device=self.device)  # type: ignore[no-untyped-call]
+
+    def before_write(self, label: str) -> None:  # noqa: B027  (nothing to wait for where nothing is shared)
+        """Wait until every rank comes to change parameters, where ranks would otherwise see them change as they compute.
+
+        Args:
+            label: what changes them.
+
+        Raises:
+            CollectiveError: a rank did not come.
+        """
+
+    def settle(self) -> None:  # noqa: B027  (the same)
+        """Wait until the peers have no use any more for tensors given to reductions that this rank has waited for."""
 
     @abstractmethod
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
@@ -98,7 +130,7 @@ class Collectives(ABC):
         """Sum flat tensors over the ranks, in rank order, and keep this rank's rows.
 
         Args:
-            items: each with a flat of `layout.numel` elements; may be overwritten.
+            items: each with a flat of `layout.numel` elements; may be overwritten, and must be left alone until `settle()`.
             outputs: per item [layout.local_numel(rank)], same dtype; may be read after `wait()`.
             unit: the unit's name, for the ledger and for errors.
 

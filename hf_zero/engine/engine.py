@@ -246,7 +246,7 @@ class ZeroEngine:
             unit = self.units[index]
             if unit.keeps_whole or unit.is_leased:
                 continue
-            ahead += unit.buffer_nbytes
+            ahead += 0 if unit.is_shared else unit.buffer_nbytes
             if ahead > budget:
                 return
             if unit.residency is Residency.RELEASED:
@@ -451,12 +451,22 @@ class ZeroEngine:
 
     # --- changes of parameters ----------------------------------------------------------------------------------
 
+    def before_step(self, params: Iterable[Tensor]) -> None:
+        """An optimizer that holds `params` is about to step, on every rank."""
+        if any(map(self.find, params)):
+            self._before_write("the optimizer's step")
+
+    def _before_write(self, what: str) -> None:
+        if self.world.collectives is not None and any(unit.is_shared for unit in self.units):
+            self.world.collectives.before_write(what)
+
     def on_step(self, params: Iterable[Tensor]) -> None:
         """An optimizer that holds `params` has stepped, on every rank."""
         self._changed([p for p in map(self.find, params) if p is not None])
 
     def mark_dirty(self) -> None:
         """All ranks have changed parameters by hand: whole tensors kept in stages 1 and 2 must be gathered again."""
+        self._before_write("mark_dirty")
         self._changed(self.parameters)
 
     def _changed(self, changed: list[ZeroParameter]) -> None:
@@ -515,7 +525,7 @@ def _refuse_create_graph() -> None:
     )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for engine in live_engines():
         for param in _params_of(optimizer):
             name = engine.replaced_name(param)
@@ -524,6 +534,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"the optimizer holds {name!r} as it was before the model was partitioned, so it would train nothing: "
                     "make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
                 )
+        engine.before_step(_params_of(optimizer))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -537,5 +548,5 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 # Fused and foreach steps leave no trace on the parameters, so the step itself has to tell. These hooks act only on
 # optimizers that hold parameters of a live engine.
-register_optimizer_step_pre_hook(_check_optimizer)
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

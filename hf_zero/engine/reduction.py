@@ -103,6 +103,8 @@ class Reducer:
             self._reduce_leftover(leftover)
         while self._in_flight:
             self._complete()
+        assert self.world.collectives is not None
+        self.world.collectives.settle()
         used_somewhere = 0
         for report in reports:
             used_somewhere |= report.used

@@ -4,44 +4,89 @@ from __future__ import annotations
 
 import datetime
 import gc
+import logging
 import weakref
+import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_zero.config import COLLECTIVES_VARIABLE
+from hf_zero.engine import choosing
+from hf_zero.engine.board import Board
 from hf_zero.engine.collectives import Collectives
+from hf_zero.engine.host import HostCollectives, connect
 from hf_zero.engine.native import NativeCollectives
 from hf_zero.engine.pairwise import PairwiseCollectives
+from hf_zero.errors import ConfigError
 from hf_zero.ledger import Ledger
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_S = 60.0
-
-IMPLEMENTATIONS: dict[str, type[Collectives]] = {"native": NativeCollectives, "pairwise": PairwiseCollectives}
-
-
-def choose(choice: str, backend: str) -> type[Collectives]:
-    """The implementation for `choice`; "auto" is `pairwise` on gloo, where it is the faster one, and `native` elsewhere."""
-    if choice == "auto":
-        choice = "pairwise" if backend == "gloo" else "native"
-    return IMPLEMENTATIONS[choice]
 
 
 def make_collectives(choice: str, device: torch.device, timeout_s: float, ledger: Ledger) -> Collectives | None:
     """Exchanges over all ranks of the default process group; None where there is one rank or no group.
 
-    Must be called by all ranks together: it makes process groups.
+    "auto" measures what there is (once for a process group) and takes the fastest; "host" falls back to "pairwise", with a
+    warning, where ranks cannot share memory. Must be called by all ranks together: it makes process groups.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    made = _make(choice, _given(device, timeout_s, ledger))
+    _close_unused_groups(made)
+    return made
+
+
+def all_collectives(device: torch.device, timeout_s: float) -> list[Collectives]:
+    """Every implementation that can serve the default process group of several ranks; called by all of them together."""
+    given = _given(device, timeout_s, Ledger())
+    return _candidates(PairwiseCollectives(*given), given)[0]
+
+
+def _given(device: torch.device, timeout_s: float, ledger: Ledger) -> tuple[Any, ...]:
+    """The arguments of an implementation: process groups of its own, and what every one has."""
     # Each exchange is waited for with its own time; connecting the ranks may take longer than a short one.
     timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))
     group, gather_group = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
-    backend = str(dist.get_backend(group))
-    control_group = group if backend == "gloo" else dist.new_group(timeout=timeout, backend="gloo")
-    made = choose(choice, backend)(group, gather_group, control_group, device, timeout_s, ledger)
-    _close_unused_groups(made)
-    return made
+    is_gloo = str(dist.get_backend(group)) == "gloo"
+    control_group = group if is_gloo else dist.new_group(timeout=timeout, backend="gloo")
+    return group, gather_group, control_group, device, timeout_s, ledger
+
+
+def _make(choice: str, given: tuple[Any, ...]) -> Collectives:
+    pairwise = PairwiseCollectives(*given)
+    for rank, (other,) in enumerate(pairwise.agree([zlib.crc32(choice.encode())], "the choice of collectives")):
+        if other != zlib.crc32(choice.encode()):
+            raise ConfigError(
+                f"rank {pairwise.rank} has collectives: {choice}, but rank {rank} has another choice: "
+                f"check the configuration, and the environment variable {COLLECTIVES_VARIABLE}"
+            )
+    if choice == "pairwise":
+        return pairwise
+    if choice == "native":
+        return NativeCollectives(*given)
+    candidates, reason = _candidates(pairwise, given)
+    if choice == "auto":
+        return choosing.fastest(candidates)
+    if candidates[0].name != "host":
+        logger.warning("collectives: host cannot be had here, so ranks exchange pairwise: %s", reason)
+        return pairwise
+    return candidates[0]
+
+
+def _candidates(pairwise: Collectives, given: tuple[Any, ...]) -> tuple[list[Collectives], str]:
+    """What `auto` chooses from, and why `host` is not among it."""
+    native = NativeCollectives(*given)
+    if pairwise.backend != "gloo":
+        return [native], "the parameters are not in the host's memory"  # NCCL's own collectives are the right ones
+    board = connect(pairwise)
+    if isinstance(board, Board):
+        return [HostCollectives(board, *given), pairwise, native], ""
+    return [pairwise, native], board
 
 
 @dataclass(frozen=True)

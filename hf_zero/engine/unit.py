@@ -92,12 +92,21 @@ class Unit:
         self._offsets = dict(zip(map(id, self._buffered), offsets, strict=True))
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.config.policy.shards_parameters
-        if self.keeps_whole:
+        collectives = world.collectives
+        self.is_shared = collectives is not None and collectives.shares_memory and any(p.is_sharded for p in parameters)
+        if self.keeps_whole or self.is_shared:
             self._move_in()
 
     def _move_in(self) -> None:
-        """Stages 0 to 2: take the memory for good; rows of the same dtype move into it, so the gather copies nothing."""
-        self._storage.resize_(self.buffer_nbytes)
+        """Take the memory for good; rows of the same dtype move into it, so the gather copies nothing.
+
+        So it is in stages 0 to 2, and wherever ranks share memory, since nobody could give back what the others read.
+        """
+        if self.is_shared:
+            assert self._world.collectives is not None
+            self._storage = self._world.collectives.allocate(self.buffer_nbytes, f"unit {self.name!r}")
+        else:
+            self._storage.resize_(self.buffer_nbytes)
         for p in self._buffered:
             if p.is_sharded and p.param.dtype == p.compute_dtype:
                 p.move_into(self._storage, self._offsets[id(p)])
@@ -123,7 +132,7 @@ class Unit:
             only: parameters of this unit whose rows have changed; all by default.
         """
         self._wait()
-        if not self.keeps_whole:
+        if not self.keeps_whole and not self.is_shared:
             self._memory.take(self._storage, self.buffer_nbytes)
         chosen = self._buffered if only is None else [p for p in only if id(p) in self._offsets]
         items = []
@@ -167,6 +176,8 @@ class Unit:
         """Give the memory back, if no one holds a lease and the unit does not stay whole."""
         if self._leases or self.is_kept or self.keeps_whole or self.residency is Residency.RELEASED:
             return
+        if self.is_shared:
+            return  # until its parameters change
         self._wait()
         self._memory.give_back(self._storage)
         self.residency = Residency.RELEASED
@@ -192,8 +203,8 @@ class Unit:
         self.is_kept = False
         if self.keeps_whole:
             self.start_gather(parameters)
-        elif self._leases:
+        elif self._leases or self.is_shared:
             self._wait()
-            self.residency = Residency.RELEASED  # a graph still holds the old bytes; the next use gathers again
+            self.residency = Residency.RELEASED  # a graph may still hold the old bytes; the next use gathers again
         else:
             self.release_if_unused()

@@ -72,7 +72,7 @@ class World:
         default_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         torch_compat.forget_old_groups(default_group)
         ledger = Ledger()
-        collectives = make_collectives(config.collectives, device, config.timeout_s, ledger)
+        collectives = make_collectives(config.exchange, device, config.timeout_s, ledger)
         if collectives is not None:
             names = sorted(config.to_dict())
             prints = [zlib.crc32(str(config.to_dict()[name]).encode()) for name in names]

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.layout import RowLayout
-from hf_zero.engine.transport import choose, make_collectives
-from hf_zero.errors import CollectiveError
+from hf_zero.engine.transport import make_collectives
+from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.ledger import Ledger
 from tests.ranks import RankFailure, run_alone, run_ranks
 
 _SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2)]  # rows that do not divide, fewer than ranks, none
-_BOTH = pytest.mark.parametrize("choice", ["pairwise", "native"])
+_BOTH = pytest.mark.parametrize("choice", ["pairwise", "native", "host"])
 _ANY_RANKS = pytest.mark.parametrize("num_ranks", [2, 3])
 _DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -52,6 +52,7 @@ def _gather(choice: str, dtype: torch.dtype) -> None:
     entry = collectives.ledger.entries["gather", "unit"]
     received = {
         "native": sum(item.flat.nbytes * (num_ranks - 1) // num_ranks for item in items),
+        "host": sum((i.layout.numel - i.layout.local_numel(rank)) * dtype.itemsize for i in items),
         "pairwise": sum((i.layout.numel - i.layout.local_numel(rank)) * dtype.itemsize for i in items),
     }
     assert (entry.calls, entry.bytes) == (1, received[choice]) and exchange.is_done
@@ -71,6 +72,7 @@ def _reduce_scatter(choice: str, dtype: torch.dtype) -> None:
     items = [Rows(_values(rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
     outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=dtype) for layout in layouts]
     collectives.reduce_scatter(items, outputs, "unit").wait()
+    collectives.settle()
     for index, (layout, output) in enumerate(zip(layouts, outputs, strict=True)):
         terms = [_values(peer, index, layout, dtype)[slice(*layout.span(rank))] for peer in range(num_ranks)]
         expected = terms[0].clone()
@@ -95,6 +97,7 @@ def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
     layout = RowLayout((6, 4), collectives.num_ranks)
     collectives.gather([Rows(torch.zeros(24), layout)], "a").wait()
     collectives.reduce_scatter([Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a").wait()
+    collectives.settle()
     collectives.all_reduce([torch.zeros(24), torch.zeros(0)], "a").wait()
     return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce"))
 
@@ -159,6 +162,7 @@ def _orders_of_kinds_differ(choice: str) -> None:
     for call in calls:
         call()
     started[0].wait()
+    collectives.settle()
     assert torch.equal(whole, torch.tensor([1.0, 1.0, 2.0, 2.0]))
     assert torch.equal(output, 2 * torch.arange(4.0)[2 * rank : 2 * rank + 2])
 
@@ -242,9 +246,34 @@ def test_agree_names_what_each_rank_was_at(labels: list[str], counts: list[int])
         assert f"rank {peer} is at {labels[peer]!r} ({counts[peer]} values)" in message
 
 
-def test_auto_chooses_pairwise_on_gloo_and_native_elsewhere() -> None:
-    assert [choose("auto", backend).name for backend in ("gloo", "nccl")] == ["pairwise", "native"]
-    assert choose("native", "gloo").name == "native"
+def _chosen() -> list[tuple[str, str]]:
+    found = []
+    for _ in range(2):
+        made = make_collectives("auto", torch.device("cpu"), 20.0, Ledger())
+        assert made is not None
+        assert "gather" not in made.ledger.kinds()
+        found.append((made.name, made.reason))
+    return found
+
+
+def test_auto_measures_once_and_decides_alike_on_every_rank() -> None:
+    first, second = run_ranks(_chosen, 2)
+    assert first == second and first[0] == first[1]
+    name, reason = first[0]
+    assert reason.startswith("auto: to gather and reduce 9 MiB takes " + name)
+    assert all(each in reason for each in ("host", "pairwise", "native"))
+
+
+def _other_choice() -> str:
+    choice = "pairwise" if dist.get_rank() else "native"
+    with pytest.raises(ConfigError) as caught:
+        make_collectives(choice, torch.device("cpu"), 20.0, Ledger())
+    return str(caught.value)
+
+
+def test_another_choice_on_one_rank_is_an_error_on_all() -> None:
+    for rank, message in enumerate(run_ranks(_other_choice, 2)):
+        assert f"rank {rank} has collectives:" in message and "HF_ZERO_COLLECTIVES" in message
 
 
 def _nobody() -> bool:

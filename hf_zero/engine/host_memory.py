@@ -1,0 +1,112 @@
+"""Memory of the other processes of a host: shared with them, or read where it lies. Linux only.
+
+Shared memory is anonymous (`memfd_create`), and opened by the others through `/proc/<pid>/fd`: it takes no room in
+`/dev/shm`, has no name that could be left behind, and is gone with the last process that maps it, however that ends.
+Private memory of a peer is read by `process_vm_readv`, at the speed of a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_PR_SET_PTRACER = 0x59616D61  # of the Yama security module; see prctl(2)
+_ANY_PROCESS = ctypes.c_ulong(-1)
+
+
+class PeerMemoryError(RuntimeError):
+    """The memory of another process cannot be had; the text says why."""
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    spans = ctypes.POINTER(_Span)
+    libc.process_vm_readv.argtypes = [ctypes.c_int, spans, ctypes.c_ulong, spans, ctypes.c_ulong, ctypes.c_ulong]
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    return libc
+
+
+def is_supported() -> bool:
+    """Whether processes of this machine can share memory in the way that this file does.
+
+    On x86-64 only: what one process writes, the others see in the order of writing. Elsewhere that would need fences,
+    which Python does not have.
+    """
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
+
+
+def let_peers_read() -> None:
+    """Let other processes of this user read this one's memory, where the Yama security module would forbid it."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    with suppress(OSError):
+        if scope.read_text().strip() == "1":
+            _libc().prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
+
+
+def read(pid: int, source: int, target: int, num_bytes: int) -> None:
+    """Copy `num_bytes` from address `source` of process `pid` to address `target` of this one.
+
+    Raises:
+        PeerMemoryError: the process is gone, or may not be read.
+
+    Source: process_vm_readv(2).
+    """
+    while num_bytes:
+        here, there = _Span(target, num_bytes), _Span(source, num_bytes)
+        count = _libc().process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if count <= 0:
+            code = ctypes.get_errno()
+            if code == errno.EINTR:
+                continue
+            gone = "its process has ended" if code == errno.ESRCH else os.strerror(code)
+            raise PeerMemoryError(f"the memory of process {pid} cannot be read: {gone}")
+        source, target, num_bytes = source + count, target + count, num_bytes - count
+
+
+def create(num_bytes: int) -> tuple[int, mmap.mmap]:
+    """Anonymous memory of zeros, with a file descriptor that peers can open; close it when they have.
+
+    Raises:
+        PeerMemoryError: there is not enough memory, or none of this kind.
+    """
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("hf_zero", os.MFD_CLOEXEC)
+        os.posix_fallocate(descriptor, 0, num_bytes)  # now, or a later write would end the process
+        return descriptor, mmap.mmap(descriptor, num_bytes)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise PeerMemoryError(f"no shared memory of {num_bytes} bytes: {error}") from error
+
+
+def attach(pid: int, descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Map what process `pid` has made with `create`.
+
+    Raises:
+        PeerMemoryError: it cannot be opened.
+    """
+    try:
+        with open(f"/proc/{pid}/fd/{descriptor}", "r+b", buffering=0) as file:
+            return mmap.mmap(file.fileno(), num_bytes)
+    except (OSError, ValueError) as error:
+        raise PeerMemoryError(f"the shared memory of process {pid} cannot be opened: {error}") from error
+
+
+def as_storage(memory: mmap.mmap) -> torch.UntypedStorage:
+    """A storage over mapped memory, which it keeps mapped."""
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
