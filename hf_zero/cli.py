@@ -96,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     saving.add_argument("--rounds", type=int, default=3)
     saving.add_argument("--engines", default="plain,hf_zero,fsdp2-dcp,fsdp2-full", help="comma list; this is all")
     saving.set_defaults(run=_bench_checkpoint)
+    loading = kinds.add_parser("load", help="time, memory and bytes read of from_pretrained, and memory after a step")
+    loading.add_argument("--model", default="llama-92m", help=f"{', '.join(SIZES)} (default: llama-92m), or a folder")
+    loading.add_argument("--ranks", type=int, default=2)
+    loading.add_argument("--rounds", type=int, default=5)
+    loading.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    loading.add_argument("--engines", default="plain,transformers,deepspeed,hf_zero", help="comma list; this is all")
+    loading.add_argument("--json", type=Path, metavar="FILE", help="write what every rank found")
+    loading.set_defaults(run=_bench_load)
     return parser
 
 
@@ -103,6 +111,13 @@ def _bench_checkpoint(args: argparse.Namespace) -> int:
     from hf_zero.bench.checkpoint import run
 
     print(run(args.model, args.ranks, args.rounds, args.engines.split(",")))
+    return 0
+
+
+def _bench_load(args: argparse.Namespace) -> int:
+    from hf_zero.bench.load import Plan, run
+
+    print(run(Plan(args.model, args.ranks, args.rounds, args.dtype, tuple(args.engines.split(","))), args.json))
     return 0
 
 
