@@ -90,8 +90,9 @@ class HfZero(Engine):
         super().__init__(folder, dtype)
         import hf_zero
 
-        self.init = partial(hf_zero.Init, {"stage": 3, "master_dtype": "auto"})
-        self.shard_model = hf_zero.shard_model
+        config = {"stage": 3, "master_dtype": "auto"}
+        self.init = partial(hf_zero.Init, config)
+        self.shard_model = partial(hf_zero.shard_model, config=config)
 
     def load(self, **options: Any) -> Any:
         """The model, of which this rank has its rows."""
