@@ -1,0 +1,79 @@
+"""How many bytes of safetensors files a process asks for."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import safetensors
+import transformers.modeling_utils
+
+
+class ReadCount:
+    """Within: counts what is asked of files that are opened by `safe_open`, by transformers or by name.
+
+    A tensor or a slice counts with its bytes as it comes from the reader, whatever is made of it; reading headers
+    counts nothing. Threads may read.
+    """
+
+    def __init__(self) -> None:
+        self._asked: list[int] = []  # appended to by the loader's threads
+        self._modules: tuple[ModuleType, ...] = (safetensors, transformers.modeling_utils)
+        self._open: Any = safetensors.safe_open
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Asked for so far; None where no tensor was, as by a loader with a reader of its own."""
+        return sum(self._asked) if self._asked else None
+
+    def __enter__(self) -> ReadCount:
+        for module in self._modules:
+            vars(module)["safe_open"] = lambda *args, **options: _File(self._open(*args, **options), self._asked)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            vars(module)["safe_open"] = self._open
+
+
+class _File:
+    """An open file; what is not counted here goes to the file itself."""
+
+    def __init__(self, file: Any, asked: list[int]) -> None:
+        self._file = file
+        self._asked = asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _File:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def get_tensor(self, name: str) -> Any:
+        return _counted(self._file.get_tensor(name), self._asked)
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._file.get_slice(name), self._asked)
+
+
+class _Slice:
+    """A tensor that is read when it is indexed."""
+
+    def __init__(self, tensor: Any, asked: list[int]) -> None:
+        self._tensor = tensor
+        self._asked = asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _counted(self._tensor[index], self._asked)
+
+
+def _counted(tensor: Any, asked: list[int]) -> Any:
+    asked.append(tensor.nbytes)
+    return tensor
