@@ -139,6 +139,8 @@ class ZeroConfig:
         gradient_reduction: whether gradients are averaged over the ranks, or added.
         collectives: how bytes move between ranks; "auto" is "pairwise" on gloo and "native" elsewhere.
         timeout_s: seconds after which one exchange counts as failed.
+        reduce_scatter: how each rank gets the sum of its own rows of a gradient: True reduce-scatters, False all-reduces
+            whole gradients and keeps own rows, "to_owner" reduces the rows of each rank to it, a reduction a rank.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only): one gather less, and the memory of all parameters.
         expected_world_size: ranks that the run must have; None: any number.
@@ -159,6 +161,7 @@ class ZeroConfig:
     gradient_reduction: Literal["mean", "sum"] = "mean"
     collectives: Literal["auto", "native", "pairwise"] = "auto"
     timeout_s: float = 120.0
+    reduce_scatter: bool | Literal["to_owner"] = True
     reshard_after_forward: bool = True
     expected_world_size: int | None = None
     async_save: bool = False
@@ -171,6 +174,12 @@ class ZeroConfig:
                 "reshard_after_forward",
                 False,
                 f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
+            )
+        if self.reduce_scatter is not True and not self.policy.shards_optimizer:
+            _fail(
+                "reduce_scatter",
+                self.reduce_scatter,
+                f"has no effect in stage {self.stage}, where no rank owns rows; remove it, or use stage 1, 2 or 3",
             )
 
     @property
@@ -375,6 +384,14 @@ def _collectives(key: str, value: object) -> str:
     return _word(key, value, words=words)
 
 
+def _reduce_scatter(key: str, value: object) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value != "to_owner":
+        _fail(key, value, "is not one of the choices; use true, false or to_owner")
+    return value
+
+
 def _world_size(key: str, value: object) -> int | None:
     if value is None:
         return None
@@ -393,6 +410,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "gradient_reduction": partial(_word, words=("mean", "sum")),
     "collectives": _collectives,
     "timeout_s": _seconds,
+    "reduce_scatter": _reduce_scatter,
     "reshard_after_forward": _boolean,
     "expected_world_size": _world_size,
     "async_save": _boolean,
@@ -403,6 +421,7 @@ _NAMES_FROM_DEEPSPEED = {
     "stage3_param_persistence_threshold": "'keep_whole_numel'",
     "stage3_prefetch_bucket_size": "'prefetch_bytes', in bytes",
     "communication_data_type": "'reduce_dtype'",
+    "use_multi_rank_bucket_allreduce": "'reduce_scatter', with true, false or to_owner",
 }
 
 

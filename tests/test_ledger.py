@@ -1,7 +1,7 @@
 """The ledger: sums of entries, and that every stage moves the bytes that it should, to the byte.
 
-Of `P` bytes, padded to equal rows a rank, a rank receives `P * (N - 1) / N` in a gather and in a reduce-scatter, and twice
-that in an all-reduce.
+Of `P` bytes, padded to equal rows a rank, a rank receives `P * (N - 1) / N` in a gather, in a reduce-scatter and in reductions
+to each owner, and twice that in an all-reduce.
 """
 
 from __future__ import annotations
@@ -168,6 +168,34 @@ def test_uneven_rows_are_padded_by_native_collectives_only(num_ranks: int, colle
                 assert counts["gather", unit] == (num_gathers, num_gathers * gathered)
                 assert counts["reduce_scatter", unit] == (NUM_STEPS, NUM_STEPS * reduced)
             assert is_uneven
+
+
+def bytes_of_choice(choice: bool | str, shapes: list[tuple[int, ...]], rank: int, num_ranks: int) -> tuple[str, int]:
+    """The kind of exchange that `reduce_scatter: choice` asks for, and the bytes that `rank` then receives (fp32)."""
+    own = sum(uneven_bytes(shape, rank, num_ranks, "pairwise")[1] for shape in shapes)
+    return {
+        True: ("reduce_scatter", own),
+        False: ("all_reduce", 2 * 4 * sum(map(numel, shapes)) * (num_ranks - 1) // num_ranks),
+        "to_owner": ("reduce", own),
+    }[choice]
+
+
+@pytest.mark.parametrize("choice", [True, False, "to_owner"])
+def test_reduce_scatter_runs_the_exchange_that_was_asked_for(choice: bool | str) -> None:
+    for num_ranks, model_name in ((2, "bert"), (3, "stack")):
+        for stage in (1, 2, 3):
+            config = {"stage": stage, "reduce_scatter": choice}
+            for rank, (counts, units) in enumerate(run_ranks(counts_of_training, num_ranks, config, model_name)):
+                assert {kind for kind, _ in counts} == {"gather", bytes_of_choice(choice, [], 0, num_ranks)[0]}
+                for unit, shapes in units.items():
+                    kind, received = bytes_of_choice(choice, list(shapes.values()), rank, num_ranks)
+                    assert counts[kind, unit] == (NUM_STEPS, NUM_STEPS * received)
+
+
+def test_reduction_to_owners_runs_with_native_collectives_too() -> None:
+    config = {"stage": 2, "reduce_scatter": "to_owner", "collectives": "native"}
+    for counts, _ in run_ranks(counts_of_training, 2, config):
+        assert {kind for kind, _ in counts} == {"gather", "reduce"}
 
 
 def test_frozen_parameters_are_gathered_but_not_reduced() -> None:

@@ -390,6 +390,34 @@ def test_memory_and_traffic_settings_do_not_change_the_bits() -> None:
     check("llama", Recipe(), 2, lambda _: EQUAL, [{"stage": 3, **setting} for setting in settings])
 
 
+def test_every_way_to_reduce_has_the_bits_of_one_process() -> None:
+    # The model has rows that do not divide, and parameters that one rank or none has used.
+    configs = [
+        {"stage": stage, "reduce_scatter": choice, "collectives": collectives}
+        for stage in (1, 2, 3)
+        for choice in (False, "to_owner")
+        for collectives in ("native", "pairwise")
+    ]
+    check("mlp", Recipe(num_steps=3), 2, lambda _: EQUAL, configs)
+
+
+def gradients_by_choice(stage: int, uses_no_sync: bool) -> list[list[dict[str, Tensor | None]]]:
+    """Runs on a rank: its rows of the gradients under each way to reduce, over three steps of two micro-batches."""
+    case, recipe = CASES["mlp"], Recipe(num_micros=2, uses_no_sync=uses_no_sync, num_steps=3)
+    configs = [{"stage": stage, "reduce_scatter": choice} for choice in (True, False, "to_owner")]
+    return [train_sharded(make_model(case), case, recipe, config, dist.get_rank()).gradients for config in configs]
+
+
+@pytest.mark.parametrize("uses_no_sync", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ways_to_reduce_have_equal_bits_under_accumulation(stage: int, uses_no_sync: bool) -> None:
+    for scattered, *others in run_ranks(gradients_by_choice, 2, stage, uses_no_sync):
+        for other in others:
+            for left, right in zip(scattered, other, strict=True):
+                assert left.keys() == right.keys()
+                assert all(_distance(left[name], right[name]) == 0.0 for name in left)
+
+
 def test_unit_called_on_one_rank_only_has_the_bits_of_one_process_while_parameters_stay_whole() -> None:
     configs = [{"stage": stage, "units": {"min_numel": 1}} for stage in (0, 1, 2)]
     check("mlp", Recipe(), 2, lambda _: EQUAL, configs)

@@ -38,10 +38,10 @@ def by_hand(stage: int, compute_bytes: int) -> dict[str, int]:
     }
 
 
-def measure(stage: int, compute: str) -> dict[str, Any]:
+def measure(stage: int, compute: str, **config: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Stack(WIDTH, BLOCKS)
-    engine = zero.shard_model(model, {"stage": stage, "compute_dtype": compute, "collectives": "pairwise"})
+    engine = zero.shard_model(model, {"stage": stage, "compute_dtype": compute, "collectives": "pairwise", **config})
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
         model(**stack_batch(step, dist.get_rank(), WIDTH)).backward()
@@ -88,6 +88,14 @@ def test_bytes_are_those_of_a_hand_computation_and_of_live_tensors(stage: int, c
         # In the buffer of a unit every tensor begins at a multiple of 64 bytes.
         largest = max(BLOCK_NUMEL, EMBEDDING_NUMEL, HEAD_NUMEL) * compute_bytes
         assert largest <= found["largest_unit"] < largest + 6 * 64 or (stage, compute_bytes) == (0, 4)
+
+
+@pytest.mark.parametrize(("choice", "share"), [(False, 2), ("to_owner", 1)])
+def test_traffic_is_that_of_the_exchange_asked_for(choice: bool | str, share: int) -> None:
+    for found in run_ranks(measure, RANKS, 2, "float32", reduce_scatter=choice):
+        gathered = reduced = 4 * NUMEL // 2
+        assert found["states"]["traffic"] == gathered + share * reduced
+        assert f"pairwise on gloo, reduce_scatter: {str(choice).lower()}" in found["text"]
 
 
 def test_the_text_is_short_and_names_what_counts() -> None:

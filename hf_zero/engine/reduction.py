@@ -146,10 +146,22 @@ class Reducer:
             self._complete()
         exchanges = []
         if sharded:
-            exchanges.append(collectives.reduce_scatter(sharded, outputs, unit.name))
+            exchanges.append(self._reduce_rows(sharded, outputs, unit.name))
         if summed:
             exchanges.append(collectives.all_reduce(summed, unit.name))
         self._in_flight.append(_InFlight(num_bytes, exchanges, results))
+
+    def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
+        """Begin the exchange that the configuration asks for."""
+        collectives = self.world.collectives
+        assert collectives is not None
+        match self.world.config.reduce_scatter:
+            case True:
+                return collectives.reduce_scatter(items, outputs, unit)
+            case False:
+                return collectives.reduce_whole(items, outputs, unit)
+            case "to_owner":
+                return collectives.reduce_to_owners(items, outputs, unit)
 
     def _flat(self, p: ZeroParameter, grad: Tensor | None) -> Tensor:
         if grad is None:

@@ -64,30 +64,38 @@ def test_gather_completes_every_ranks_rows(choice: str, num_ranks: int, dtype: t
     run_ranks(_gather, num_ranks, choice, dtype)
 
 
-def _reduce_scatter(choice: str, dtype: torch.dtype) -> None:
+def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str) -> None:
     collectives = _make(choice)
     rank, num_ranks = collectives.rank, collectives.num_ranks
     layouts = _layouts(num_ranks)
     items = [Rows(_values(rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
     outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=dtype) for layout in layouts]
-    collectives.reduce_scatter(items, outputs, "unit").wait()
+    getattr(collectives, method)(items, outputs, "unit").wait()
     for index, (layout, output) in enumerate(zip(layouts, outputs, strict=True)):
+        assert torch.equal(items[index].flat, _values(rank, index, layout, dtype)), "autograd may own what was given"
         terms = [_values(peer, index, layout, dtype)[slice(*layout.span(rank))] for peer in range(num_ranks)]
         expected = terms[0].clone()
         for term in terms[1:]:
             expected += term  # in rank order, in `dtype`
-        if choice == "pairwise" or num_ranks == 2:
+        if (choice, kind) == ("pairwise", "reduce_scatter") or num_ranks == 2:
             assert torch.equal(output, expected)
         else:  # the transport adds in an order of its own: one rounding of a sum below 8
             torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
-    assert collectives.ledger.total("reduce_scatter").calls == 1
+    assert set(collectives.ledger.kinds()) == {"agree", kind} and collectives.ledger.total(kind).calls == 1
 
 
 @_BOTH
 @_ANY_RANKS
 @_DTYPES
 def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
-    run_ranks(_reduce_scatter, num_ranks, choice, dtype)
+    run_ranks(_reduce_rows, num_ranks, choice, dtype, "reduce_scatter", "reduce_scatter")
+
+
+@pytest.mark.parametrize(("method", "kind"), [("reduce_whole", "all_reduce"), ("reduce_to_owners", "reduce")])
+@_ANY_RANKS
+@_DTYPES
+def test_other_reductions_sum_own_rows(method: str, kind: str, num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(_reduce_rows, num_ranks, "pairwise", dtype, method, kind)
 
 
 def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
@@ -96,14 +104,17 @@ def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
     collectives.gather([Rows(torch.zeros(24), layout)], "a").wait()
     collectives.reduce_scatter([Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a").wait()
     collectives.all_reduce([torch.zeros(24), torch.zeros(0)], "a").wait()
-    return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce"))
+    collectives.reduce_to_owners(
+        [Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a"
+    ).wait()
+    return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce", "reduce"))
 
 
 @_BOTH
 @_ANY_RANKS
 def test_ledger_counts_what_a_rank_receives(choice: str, num_ranks: int) -> None:
     one = 24 * 4 * (num_ranks - 1) // num_ranks
-    assert run_ranks(_bytes_of_whole_rows, num_ranks, choice) == [(one, one, 2 * one)] * num_ranks
+    assert run_ranks(_bytes_of_whole_rows, num_ranks, choice) == [(one, one, 2 * one, one)] * num_ranks
 
 
 def _all_reduce(choice: str) -> list[Tensor]:
