@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.reduction import sent_dtype
 
 _ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
 
@@ -50,7 +51,7 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         whole_grads = not policy.shards_gradients and world.num_ranks > 1
         gradients += p.layout.numel * grad_size if whole_grads else own * p.param.dtype.itemsize
         scatters = p.is_sharded and world.config.reduce_scatter is not False  # "to_owner" moves as many bytes
-        reduced += (1 if scatters else 2) * p.layout.numel * grad_size * others
+        reduced += (1 if scatters else 2) * p.layout.numel * sent_dtype(p, world).itemsize * others
     traffic = reduced + gathered * (2 if policy.shards_parameters else 1)
     largest = max((unit.buffer_nbytes for unit in engine.units), default=0)
     return ModelStates(parameters, gradients, optimizer, largest, round(traffic))

@@ -376,6 +376,7 @@ VARIANTS = {
     "checkpointing_reentrant": ("llama", Recipe(checkpointing=True), EQUAL),
     "bf16": ("llama", Recipe(bf16=True, oracle="summed"), EQUAL),
     "bf16_bert": ("bert", Recipe(bf16=True, oracle="summed"), EQUAL),
+    "bf16_mlp": ("mlp", Recipe(bf16=True, oracle="summed"), EQUAL),
 }
 
 

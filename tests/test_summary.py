@@ -25,7 +25,8 @@ def by_hand(stage: int, compute_bytes: int) -> dict[str, int]:
     """Bytes on one of two ranks: masters, gradients and states in fp32."""
     whole, half = 4 * NUMEL, 2 * NUMEL
     computes = compute_bytes * NUMEL
-    gathered, reduced = computes // 2, whole // 2  # received: what the other rank has
+    gathered = computes // 2  # received: what the other rank has
+    reduced = computes // 2 if stage >= 2 else whole // 2  # stages 0 and 1 add micro-batches up in fp32 first
     if compute_bytes == 4:
         parameters = {0: whole, 1: whole, 2: whole, 3: half}[stage]  # in stages 1 and 2 the rows lie inside the whole
     else:

@@ -56,6 +56,9 @@ class Collectives(ABC):
     """
 
     name: str
+    sends_rows_as_given = (
+        False  # whether `reduce_scatter` sends its items in their own dtype, else in that of its outputs
+    )
 
     def __init__(
         self,
@@ -96,11 +99,11 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
-        """Sum flat tensors over the ranks, in rank order, and keep this rank's rows.
+        """Sum flat tensors over the ranks, in rank order and in the outputs' dtype, and keep this rank's rows.
 
         Args:
             items: each with a flat of `layout.numel` elements; only read, until `wait()`.
-            outputs: per item [layout.local_numel(rank)], same dtype; may be read after `wait()`.
+            outputs: per item [layout.local_numel(rank)], same dtype or a wider one; may be read after `wait()`.
             unit: the unit's name, for the ledger and for errors.
 
         Source: ZeRO (arXiv:1910.02054), section 5.2.

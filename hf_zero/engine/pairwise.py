@@ -21,6 +21,7 @@ class PairwiseCollectives(Collectives):
     """
 
     name = "pairwise"
+    sends_rows_as_given = True
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
@@ -57,9 +58,10 @@ class PairwiseCollectives(Collectives):
         for parcel, tag in zip(parcels, tags, strict=True):
             lengths = [output_of[id(item)].numel() for item in parcel]
             for place, peer in enumerate(sorted(self._peers())):
-                first = output_of[id(parcel[0])]
+                flat, first = parcel[0].flat, output_of[id(parcel[0])]
                 # A large parameter's rows from one peer land in the output itself, the others' beside it.
-                message = first if len(parcel) == 1 and place == 0 else first.new_empty(sum(lengths))
+                lands = len(parcel) == 1 and place == 0 and flat.dtype == first.dtype
+                message = first if lands else flat.new_empty(sum(lengths))
                 if message.numel():
                     parts.append(Part(self._receive(description, message, peer, tag), peer))
                     received += message.nbytes
@@ -106,9 +108,11 @@ def _parcels(items: Sequence[Rows]) -> list[list[Rows]]:
 
 
 def _sum_in_rank_order(output: Tensor, by_rank: dict[int, Tensor]) -> None:
-    """output = ((t0 + t1) + t2) + ..., where `output` itself is one of the first two terms."""
-    ordered = [by_rank[rank] for rank in sorted(by_rank)]
-    first, second, *rest = ordered
-    torch.add(first, second, out=output)
+    """output = ((t0 + t1) + t2) + ..., where `output` itself may be one of the first two terms, or be wider than all."""
+    first, second, *rest = [by_rank[rank] for rank in sorted(by_rank)]
+    if first.dtype == output.dtype:
+        torch.add(first, second, out=output)
+    else:
+        output.copy_(first).add_(second)  # `out=` would add in the terms' dtype
     for term in rest:
         output.add_(term)

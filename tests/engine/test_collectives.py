@@ -14,7 +14,7 @@ from hf_zero.errors import CollectiveError
 from hf_zero.ledger import Ledger
 from tests.ranks import RankFailure, run_alone, run_ranks
 
-_SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2)]  # rows that do not divide, fewer than ranks, none
+_SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2), (401, 40)]  # rows that do not divide, fewer than ranks, none; large
 _BOTH = pytest.mark.parametrize("choice", ["pairwise", "native"])
 _ANY_RANKS = pytest.mark.parametrize("num_ranks", [2, 3])
 _DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,23 +64,24 @@ def test_gather_completes_every_ranks_rows(choice: str, num_ranks: int, dtype: t
     run_ranks(_gather, num_ranks, choice, dtype)
 
 
-def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str) -> None:
+def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str, sum_dtype: torch.dtype | None = None) -> None:
     collectives = _make(choice)
     rank, num_ranks = collectives.rank, collectives.num_ranks
     layouts = _layouts(num_ranks)
     items = [Rows(_values(rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
-    outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=dtype) for layout in layouts]
+    sum_dtype = sum_dtype or dtype
+    outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=sum_dtype) for layout in layouts]
     getattr(collectives, method)(items, outputs, "unit").wait()
     for index, (layout, output) in enumerate(zip(layouts, outputs, strict=True)):
         assert torch.equal(items[index].flat, _values(rank, index, layout, dtype)), "autograd may own what was given"
         terms = [_values(peer, index, layout, dtype)[slice(*layout.span(rank))] for peer in range(num_ranks)]
-        expected = terms[0].clone()
+        expected = terms[0].to(sum_dtype, copy=True)
         for term in terms[1:]:
-            expected += term  # in rank order, in `dtype`
+            expected += term  # in rank order, in `sum_dtype`
         if (choice, kind) == ("pairwise", "reduce_scatter") or num_ranks == 2:
             assert torch.equal(output, expected)
         else:  # the transport adds in an order of its own: one rounding of a sum below 8
-            torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
+            torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(sum_dtype).eps)
     assert set(collectives.ledger.kinds()) == {"agree", kind} and collectives.ledger.total(kind).calls == 1
 
 
@@ -96,6 +97,13 @@ def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, num_ranks: int,
 @_DTYPES
 def test_other_reductions_sum_own_rows(method: str, kind: str, num_ranks: int, dtype: torch.dtype) -> None:
     run_ranks(_reduce_rows, num_ranks, "pairwise", dtype, method, kind)
+
+
+@pytest.mark.parametrize("method", ["reduce_scatter", "reduce_whole", "reduce_to_owners"])
+@_BOTH
+def test_reductions_sum_bfloat16_in_float32(choice: str, method: str) -> None:
+    kind = {"reduce_whole": "all_reduce", "reduce_to_owners": "reduce"}.get(method, method)
+    run_ranks(_reduce_rows, 3, choice, torch.bfloat16, method, kind, torch.float32)
 
 
 def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
