@@ -132,7 +132,8 @@ class ZeroConfig:
         keep_whole_numel: elements; a parameter of at most this many stays whole on every rank, in stage 3 and in the
             optimizer shard. 0: none does.
         prefetch_bytes: bytes of parameters gathered ahead of their use. 0: none.
-        bucket_bytes: bytes of whole gradients being reduced at once.
+        bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
+            rounds of at most as many.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 flag.
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
         reduce_dtype: dtype in which gradients are added up between ranks; "auto": the compute dtype.

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
 from hf_zero.engine import exchange, pairwise, parameter, reduction, unit, world
-from tests.models import CASES, Case, make_model
+from tests.models import CASES, Case, Stack, make_model, stack_batch
 from tests.ranks import run_alone, run_ranks
 
 NUM_STEPS = 10
@@ -384,6 +384,30 @@ VARIANTS = {
 def test_every_stage_matches_one_process_with_other_recipes(variant: str) -> None:
     name, recipe, tolerance = VARIANTS[variant]
     check(name, replace(recipe, num_steps=5), 2, lambda _: tolerance)
+
+
+def gradients_in_rounds(bucket_bytes: int) -> tuple[list[Tensor], int]:
+    """Runs on a rank: its gradients, and the bytes of the largest message of rows that it received."""
+    torch.manual_seed(0)
+    model, rank, width = Stack(240), dist.get_rank(), 240
+    hf_zero.shard_model(model, {"stage": 2, "bucket_bytes": bucket_bytes})
+    sizes = [0]
+    receive = pairwise.PairwiseCollectives._receive
+
+    def measured(self: Any, description: str, tensor: Tensor, *args: Any) -> Any:
+        sizes.append(tensor.nbytes if description.startswith("reduce_scatter") else 0)
+        return receive(self, description, tensor, *args)
+
+    with mock.patch.object(pairwise.PairwiseCollectives, "_receive", measured):
+        model(**stack_batch(0, rank, width)).backward()
+    return [local(p.grad) for p in model.parameters()], max(sizes)
+
+
+def test_gradients_larger_than_a_bucket_arrive_in_rounds_with_the_same_bits() -> None:
+    found = run_ranks(gradients_in_rounds, 3, 100_000)
+    for (gradients, largest), (expected, whole) in zip(found, run_ranks(gradients_in_rounds, 3, 2**26), strict=True):
+        assert all(map(torch.equal, gradients, expected))
+        assert 50_000 < largest <= 100_000 < whole
 
 
 def test_memory_and_traffic_settings_do_not_change_the_bits() -> None:

@@ -53,9 +53,13 @@ class Collectives(ABC):
         device: where the exchanged tensors live.
         timeout_s: seconds that a single exchange may take.
         ledger: what counts the exchanges.
+
+    Attributes:
+        staging_bytes: of peers' rows that a reduce-scatter may hold before they are added up, where it holds any.
     """
 
     name: str
+    staging_bytes = 64 * 2**20
     sends_rows_as_given = (
         False  # whether `reduce_scatter` sends its items in their own dtype, else in that of its outputs
     )

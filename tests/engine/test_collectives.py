@@ -1,5 +1,6 @@
 """The exchanges between ranks: what they compute, what they count, and what they say when ranks do not agree."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.layout import RowLayout
+from hf_zero.engine.pairwise import _WIDENED_NUMEL
 from hf_zero.engine.transport import choose, make_collectives
 from hf_zero.errors import CollectiveError
 from hf_zero.ledger import Ledger
@@ -104,6 +106,41 @@ def test_other_reductions_sum_own_rows(method: str, kind: str, num_ranks: int, d
 def test_reductions_sum_bfloat16_in_float32(choice: str, method: str) -> None:
     kind = {"reduce_whole": "all_reduce", "reduce_to_owners": "reduce"}.get(method, method)
     run_ranks(_reduce_rows, 3, choice, torch.bfloat16, method, kind, torch.float32)
+
+
+def _peak_of(call: Callable[[], None]) -> int:
+    """The most bytes that tensors made in `call` take together, temporary ones inside torch included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes), default=0)
+
+
+def _reduce_embedding(dtype: torch.dtype, staging_bytes: int) -> tuple[Tensor, int]:
+    """This rank's sum of a large and a small gradient, and the peak of memory."""
+    collectives = _make("pairwise")
+    collectives.staging_bytes = staging_bytes
+    layouts = [RowLayout((10007, 100), collectives.num_ranks), RowLayout((7, 3), collectives.num_ranks)]
+    items = [Rows(_values(collectives.rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
+    outputs = [torch.empty(layout.local_numel(collectives.rank)) for layout in layouts]
+    peak = _peak_of(lambda: collectives.reduce_scatter(items, outputs, "embedding").wait())
+    return torch.cat(outputs), peak
+
+
+@_ANY_RANKS
+@_DTYPES
+def test_staging_of_a_large_gradient_is_bounded_whatever_its_size(num_ranks: int, dtype: torch.dtype) -> None:
+    budget = 2**17
+    bounded = run_ranks(_reduce_embedding, num_ranks, dtype, budget)
+    unbounded = run_ranks(_reduce_embedding, num_ranks, dtype, 2**40)
+    num_staged = num_ranks - 1 - int(dtype == torch.float32)  # one peer's rows land in the output
+    for (result, peak), (expected, whole) in zip(bounded, unbounded, strict=True):
+        assert torch.equal(result, expected)
+        staged = num_staged * 10007 * 100 * dtype.itemsize // num_ranks
+        assert whole >= 0.99 * staged
+        widened = 4 * _WIDENED_NUMEL if dtype == torch.bfloat16 else 0  # what torch makes of a term in float32
+        assert peak < budget + widened + 1000
 
 
 def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
