@@ -136,7 +136,8 @@ class ZeroConfig:
         keep_whole_numel: elements; a parameter of at most this many stays whole on every rank, in stage 3 and in the
             optimizer shard. 0: none does.
         prefetch_bytes: bytes of parameters gathered ahead of their use. 0: none.
-        bucket_bytes: bytes of whole gradients being reduced at once.
+        bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
+            rounds of at most as many.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 flag.
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
         reduce_dtype: dtype in which gradients are added up between ranks; "auto": the compute dtype.
@@ -145,6 +146,8 @@ class ZeroConfig:
             ranks swaps what the other needs), "host" (ranks of one host share memory; CPU only). "auto" takes the fastest
             on gloo, measured once when training starts, and "native" elsewhere.
         timeout_s: seconds after which one exchange counts as failed.
+        reduce_scatter: how each rank gets the sum of its own rows of a gradient: True reduce-scatters, False all-reduces
+            whole gradients and keeps own rows, "to_owner" reduces the rows of each rank to it, a reduction a rank.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only): one gather less, and the memory of all parameters.
         expected_world_size: ranks that the run must have; None: any number.
@@ -165,6 +168,7 @@ class ZeroConfig:
     gradient_reduction: Literal["mean", "sum"] = "mean"
     collectives: Literal["auto", "native", "pairwise", "host"] = "auto"
     timeout_s: float = 120.0
+    reduce_scatter: bool | Literal["to_owner"] = True
     reshard_after_forward: bool = True
     expected_world_size: int | None = None
     async_save: bool = False
@@ -177,6 +181,12 @@ class ZeroConfig:
                 "reshard_after_forward",
                 False,
                 f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
+            )
+        if self.reduce_scatter is not True and not self.policy.shards_optimizer:
+            _fail(
+                "reduce_scatter",
+                self.reduce_scatter,
+                f"has no effect in stage {self.stage}, where no rank owns rows; remove it, or use stage 1, 2 or 3",
             )
 
     @property
@@ -392,6 +402,14 @@ def _collectives(key: str, value: object) -> str:
     return _word(key, value, words=words)
 
 
+def _reduce_scatter(key: str, value: object) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value != "to_owner":
+        _fail(key, value, "is not one of the choices; use true, false or to_owner")
+    return value
+
+
 def _world_size(key: str, value: object) -> int | None:
     if value is None:
         return None
@@ -410,6 +428,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "gradient_reduction": partial(_word, words=("mean", "sum")),
     "collectives": _collectives,
     "timeout_s": _seconds,
+    "reduce_scatter": _reduce_scatter,
     "reshard_after_forward": _boolean,
     "expected_world_size": _world_size,
     "async_save": _boolean,
@@ -420,6 +439,7 @@ _NAMES_FROM_DEEPSPEED = {
     "stage3_param_persistence_threshold": "'keep_whole_numel'",
     "stage3_prefetch_bucket_size": "'prefetch_bytes', in bytes",
     "communication_data_type": "'reduce_dtype'",
+    "use_multi_rank_bucket_allreduce": "'reduce_scatter', with true, false or to_owner",
 }
 
 

@@ -88,8 +88,9 @@ def _flag(fate: Status | Literal["refused"], note: str, harmless: bool | None = 
 _TRAINER_LOGS = "the Trainer's own logging is used (report_to, logging_steps)"
 _NO_REPORT = "no such report; hf_zero's ledger counts what really moved"
 _BY_UNIT = "parameters are gathered and released by unit, ahead by prefetch_bytes"
-_REDUCED = "gradients are reduce-scattered in one contiguous buffer of bucket_bytes"
+_REDUCED = "gradients are reduced in contiguous memory, bucket_bytes at once"
 _CHECKPOINTS = "checkpoints hold whole tensors; any number of ranks and any stage resumes them"
+_SHARDED_ONLY = "only used from stage 1 on"
 _NO_OFFLOAD = "not needed: nothing is offloaded"
 
 _ZERO_RULES = {
@@ -113,7 +114,6 @@ _ZERO_RULES = {
     "overlap_comm": _Rule("differs", "parameters are gathered ahead of use (prefetch_bytes); no switch"),
     "pipeline_loading_checkpoint": _flag("differs", "every rank reads its own rows"),
     "round_robin_gradients": _flag("differs", "every rank owns rows of every parameter, so shards are even"),
-    "reduce_scatter": _flag("differs", _REDUCED, harmless=True),
     "save_muon_momentum_buffer_in_memory": _Rule("kept", _NO_OFFLOAD),
     "stage3_allgather_sequential": _flag("differs", _BY_UNIT),
     "stage3_gather_16bit_weights_on_model_save": _flag("kept", "a whole safetensors export is always written"),
@@ -127,7 +127,6 @@ _ZERO_RULES = {
     "stage3_partition_stream_chunk_size": _Rule("differs", "each rank reads only its own rows", (0,), type="number"),
     "stage3_use_all_reduce_for_fetch_params": _flag("differs", _BY_UNIT),
     "sub_group_size": _Rule("differs", "the optimizer steps over all rows of a rank at once", type="number"),
-    "use_multi_rank_bucket_allreduce": _flag("differs", _REDUCED, None),
     "zenflow": _Rule("refused", "is not supported: its updates come late, so it trains differently; remove it"),
     "zero_hpz_partition_size": _Rule(
         "unsupported", "no second copy inside a host: less memory, more traffic between hosts", (0, 1), type="number"
@@ -141,9 +140,11 @@ _ZERO_TRANSLATED = (
     "offload_optimizer",
     "offload_param",
     "reduce_bucket_size",
+    "reduce_scatter",
     "stage",
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
+    "use_multi_rank_bucket_allreduce",
 )
 
 _TOP_RULES = {
@@ -474,6 +475,7 @@ def _translate_zero(reader: _Reader, top: Mapping[Any, Any]) -> None:
     _translate_bucket(reader, block, "reduce_bucket_size", "bucket_bytes", reduce_dtype, minimum_bytes=1)
     _translate_bucket(reader, block, "stage3_prefetch_bucket_size", "prefetch_bytes", compute_dtype, minimum_bytes=0)
     _translate_persistence(reader, block)
+    _translate_reduce_scatter(reader, block)
     reader.judge(prefix, block, _ZERO_RULES)
 
 
@@ -532,6 +534,41 @@ def _translate_persistence(reader: _Reader, block: Mapping[Any, Any]) -> None:
         reader.row(key, value, f"keep_whole_numel={numel}")
     else:
         reader.row(key, value, "only used in stage 3")
+
+
+def _translate_reduce_scatter(reader: _Reader, block: Mapping[Any, Any]) -> None:
+    """Which exchange gives each rank its own rows.
+
+    DeepSpeed's `reduce_scatter` scatters nothing: it all-reduces a bucket that holds several ranks' rows, or reduces each
+    rank's part to it where `use_multi_rank_bucket_allreduce` is false. Here it does what it says.
+    """
+    key, bucket_key = "zero_optimization.reduce_scatter", "zero_optimization.use_multi_rank_bucket_allreduce"
+    scatters, is_bucketed = block.get("reduce_scatter"), block.get("use_multi_rank_bucket_allreduce")
+    is_used = reader.zero["stage"] > 0
+    if scatters is not None:
+        choice = "to_owner" if reader.flag(key, scatters) and is_bucketed is False else scatters
+        if is_used:
+            reader.zero["reduce_scatter"] = choice
+        reader.row(key, scatters, f"reduce_scatter={choice}" if is_used else _SHARDED_ONLY)
+    elif "reduce_scatter" in block:
+        reader.row(key, None, "")
+    if is_bucketed is not None:
+        reader.flag(bucket_key, is_bucketed)
+        note, status = _note_of_buckets(scatters, is_bucketed) if is_used else (_SHARDED_ONLY, "kept")
+        reader.row(bucket_key, is_bucketed, note, status)
+    elif "use_multi_rank_bucket_allreduce" in block:
+        reader.row(bucket_key, None, "")
+
+
+def _note_of_buckets(scatters: bool | None, is_bucketed: bool) -> tuple[str, Status]:
+    """What becomes of `use_multi_rank_bucket_allreduce` beside `reduce_scatter` (None: not in the file)."""
+    if scatters is False:
+        return "not used: whole gradients are all-reduced (reduce_scatter=False)", "kept"
+    if is_bucketed:
+        return "gradients are reduce-scattered; DeepSpeed would all-reduce buckets of several ranks' rows", "differs"
+    if scatters:
+        return "reduce_scatter=to_owner: each rank's rows are reduced to it, one reduce per rank", "kept"
+    return 'gradients are reduce-scattered; write "reduce_scatter": true too to reduce to each owner', "differs"
 
 
 def _translate_batch(reader: _Reader, top: Mapping[Any, Any]) -> None:

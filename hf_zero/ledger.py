@@ -25,7 +25,8 @@ class Ledger:
     """Counts the exchanges that really ran on this rank; it only counts, and sends nothing anywhere.
 
     Bytes are what this rank *received*, so a gather of `P` padded bytes over `N` ranks counts `P * (N - 1) / N`, as a
-    reduce-scatter does, and an all-reduce of `P` bytes counts `2 * P * (N - 1) / N`.
+    reduce-scatter does, and an all-reduce of `P` bytes counts `2 * P * (N - 1) / N`. A reduction to one rank counts what its
+    owner needs, its own bytes from `N - 1` peers, and nothing on the others.
     """
 
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.reduction import sent_dtype
 
 _ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
 
@@ -49,7 +50,8 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         grad_size = world.precision.reduce_for(p.compute_dtype).itemsize
         whole_grads = not policy.shards_gradients and world.num_ranks > 1
         gradients += p.layout.numel * grad_size if whole_grads else own * p.param.dtype.itemsize
-        reduced += (1 if p.is_sharded else 2) * p.layout.numel * grad_size * others
+        scatters = p.is_sharded and world.config.reduce_scatter is not False  # "to_owner" moves as many bytes
+        reduced += (1 if scatters else 2) * p.layout.numel * sent_dtype(p, world).itemsize * others
     traffic = reduced + gathered * (2 if policy.shards_parameters else 1)
     largest = max((unit.buffer_nbytes for unit in engine.units), default=0)
     return ModelStates(parameters, gradients, optimizer, largest, round(traffic))
@@ -69,6 +71,8 @@ def summary(engine: ZeroEngine) -> str:
     exchange = "none (one process)" if collectives is None else f"{collectives.name} on {collectives.backend}"
     if collectives is not None and collectives.reason:
         exchange += f" ({collectives.reason})"
+    if collectives is not None and config.reduce_scatter is not True:
+        exchange += f", reduce_scatter: {str(config.reduce_scatter).lower()}"
     dtypes = sorted({str(p.compute_dtype).removeprefix("torch.") for p in engine.parameters})
     rest = sorted({str(p.param.dtype).removeprefix("torch.") for p in engine.parameters if p.param.requires_grad})
     units = (

@@ -243,7 +243,7 @@ class AwkwardMLP(nn.Module):
         self.nothing = nn.Parameter(torch.zeros(0, 4))
 
     def forward(self, x: Tensor, target: Tensor, takes_branch: Tensor) -> Tensor:
-        x = self.first(x)
+        x = self.first(x.to(self.gain.dtype))
         for block in self.blocks:
             x = block(x)
         x = self.fork(x, takes_branch)

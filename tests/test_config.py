@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,7 @@ def configs(draw: st.DrawFn) -> ZeroConfig:
         gradient_reduction=draw(st.sampled_from(("mean", "sum"))),
         collectives=draw(st.sampled_from(("auto", "native", "pairwise"))),
         timeout_s=draw(st.floats(1e-6, 1e9)),
+        reduce_scatter=draw(st.sampled_from((True, False, "to_owner"))) if stage else True,
         reshard_after_forward=stage < 3 or draw(st.booleans()),
         expected_world_size=draw(st.none() | st.integers(1, 2**20)),
         async_save=draw(st.booleans()),
@@ -208,6 +210,10 @@ def test_collectives_that_do_not_exist_yet_list_those_that_do(name: str) -> None
         ("timeout_s", float("inf")),
         ("timeout_s", "soon"),
         ("timeout_s", True),
+        ("reduce_scatter", "false"),
+        ("reduce_scatter", 0),
+        ("reduce_scatter", "to owner"),
+        ("reduce_scatter", ["to_owner"]),
         ("reshard_after_forward", "false"),
         ("reshard_after_forward", 0),
         ("expected_world_size", 0),
@@ -260,6 +266,14 @@ def test_reshard_after_forward_false_needs_sharded_parameters() -> None:
         assert ZeroConfig(stage=stage, reshard_after_forward=True).reshard_after_forward is True
         with pytest.raises(ConfigError, match=f"False has no effect in stage {stage}"):
             ZeroConfig(stage=stage, reshard_after_forward=False)
+
+
+def test_reduce_scatter_needs_rows_to_reduce_to() -> None:
+    assert ZeroConfig(stage=0, reduce_scatter=True).reduce_scatter is True
+    for choice in (False, "to_owner"):
+        assert all(ZeroConfig(stage=stage, reduce_scatter=choice).reduce_scatter == choice for stage in (1, 2, 3))
+        with pytest.raises(ConfigError, match=f"'reduce_scatter': {choice!r} has no effect in stage 0"):
+            ZeroConfig(stage=0, reduce_scatter=choice)
 
 
 def test_replace_validates_again_and_knows_its_keys() -> None:
@@ -636,13 +650,48 @@ def test_deepspeed_persistence_is_of_stage_three_only() -> None:
     assert read_deepspeed({"zero_optimization": block}).config.keep_whole_numel == 0
 
 
+# Values of the two keys (None: absent), our choice, and what became of each.
+_SCATTER, _BUCKETS = "reduce_scatter", "use_multi_rank_bucket_allreduce"
+REDUCTIONS: list[tuple[dict[str, Any], bool | str, list[str]]] = [
+    ({}, True, []),
+    ({_SCATTER: True}, True, ["kept: reduce_scatter=True"]),
+    ({_SCATTER: False}, False, ["kept: reduce_scatter=False"]),
+    ({_SCATTER: True, _BUCKETS: False}, "to_owner", ["kept: reduce_scatter=to_owner", "kept: reduce_scatter=to_owner"]),
+    ({_SCATTER: True, _BUCKETS: True}, True, ["kept: reduce_scatter=True", "differs: .* DeepSpeed would all-reduce"]),
+    ({_SCATTER: False, _BUCKETS: False}, False, ["kept: reduce_scatter=False", "kept: not used: whole gradients"]),
+    ({_SCATTER: False, _BUCKETS: True}, False, ["kept: reduce_scatter=False", "kept: not used: whole gradients"]),
+    ({_BUCKETS: True}, True, ["differs: .* DeepSpeed would all-reduce"]),
+    ({_BUCKETS: False}, True, ['differs: .* write "reduce_scatter": true too']),
+    ({_SCATTER: None, _BUCKETS: None}, True, ["kept: ", "kept: "]),
+]
+
+
+@pytest.mark.parametrize(("block", "choice", "fates"), REDUCTIONS)
+def test_deepspeed_reduction_of_gradients_has_the_exchange_of_its_name(
+    block: dict[str, Any], choice: bool | str, fates: list[str]
+) -> None:
+    for stage in (1, 2, 3):
+        imported = read_deepspeed({"zero_optimization": {"stage": stage, **block}})
+        assert imported.config.reduce_scatter == choice
+        rows = [row for row in imported.rows if row.key.partition(".")[2] in (_SCATTER, _BUCKETS)]
+        assert [row.key.partition(".")[2] for row in rows] == list(block)
+        for row, fate in zip(rows, fates, strict=True):
+            assert re.match(fate, f"{row.status}: {row.note}")
+
+
+def test_deepspeed_reduction_of_gradients_is_of_sharded_stages_only() -> None:
+    imported = read_deepspeed({"zero_optimization": {"stage": 0, _SCATTER: False, _BUCKETS: False}})
+    assert imported.config == ZeroConfig(stage=0)
+    notes = [(row.status, row.note) for row in imported.rows if row.key.partition(".")[2] in (_SCATTER, _BUCKETS)]
+    assert notes == [("kept", "only used from stage 1 on")] * 2
+
+
 def test_deepspeed_status_of_keys_without_influence_on_the_result() -> None:
     found = statuses(
         {
             "zero_optimization": {
                 "stage": 3,
                 "overlap_comm": False,
-                "reduce_scatter": False,
                 "contiguous_gradients": True,
                 "zero_hpz_partition_size": 8,
                 "mics_shard_size": 4,
@@ -662,7 +711,6 @@ def test_deepspeed_status_of_keys_without_influence_on_the_result() -> None:
         f"{zero}contiguous_gradients": "kept",
         f"{zero}mics_shard_size": "unsupported",
         f"{zero}overlap_comm": "differs",
-        f"{zero}reduce_scatter": "differs",
         f"{zero}stage3_gather_16bit_weights_on_model_save": "kept",
         f"{zero}zero_hpz_partition_size": "unsupported",
         "data_types.grad_accum_dtype": "differs",
@@ -753,7 +801,6 @@ REPORTED = [
     ("zero_optimization.override_module_apply", True, "differs", None),
     ("zero_optimization.overlap_comm", True, "differs", None),
     ("zero_optimization.pipeline_loading_checkpoint", True, "differs", False),
-    ("zero_optimization.reduce_scatter", False, "differs", True),
     ("zero_optimization.round_robin_gradients", True, "differs", False),
     ("zero_optimization.stage3_allgather_sequential", True, "differs", False),
     ("zero_optimization.stage3_max_live_parameters", 1e9, "differs", None),
@@ -763,7 +810,6 @@ REPORTED = [
     ("zero_optimization.stage3_partition_stream_chunk_size", 5, "differs", 0),
     ("zero_optimization.stage3_use_all_reduce_for_fetch_params", True, "differs", False),
     ("zero_optimization.sub_group_size", 1e9, "differs", None),
-    ("zero_optimization.use_multi_rank_bucket_allreduce", True, "differs", None),
     ("zero_optimization.zero_hpz_partition_size", 8, "unsupported", 1),
 ]
 
@@ -860,6 +906,7 @@ def test_deepspeed_default_that_is_not_ours_has_a_row() -> None:
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size': 'big': is not a number"),
         ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "reduce_bucket_size': 1.5: is not a whole number"),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'zero_optimization.overlap_comm'?"),
+        ({"zero_optimization": {"use_multi_rank_bucket_allreduce": 1}}, "allreduce': 1: is not a boolean"),
         ({"zero_optimization": {"reduce_scatter": "yes"}}, "reduce_scatter': 'yes': is not a boolean"),
         (
             {"zero_optimization": {"offload_param": {"devise": "none"}}},
@@ -941,7 +988,7 @@ def test_deepspeed_misspelt_block_is_recognised_in_the_advice() -> None:
 def test_deepspeed_table_is_aligned_and_complete() -> None:
     imported = read_deepspeed({**HF_STAGE3, "activation_checkpointing": {("odd", "key"): object()}})
     notes = {row.key: row.note for row in imported.rows}
-    assert notes["zero_optimization.contiguous_gradients"].startswith("gradients are reduce-scattered")
+    assert notes["zero_optimization.contiguous_gradients"].startswith("gradients are reduced in contiguous memory")
     assert notes["wall_clock_breakdown"] == "", "what was not asked for needs no note"
     lines = imported.table().splitlines()
     assert len(lines) == len(imported.rows) + 1

@@ -1,7 +1,7 @@
 """The ledger: sums of entries, and that every stage moves the bytes that it should, to the byte.
 
-Of `P` bytes, padded to equal rows a rank, a rank receives `P * (N - 1) / N` in a gather and in a reduce-scatter, and twice
-that in an all-reduce.
+Of `P` bytes, padded to equal rows a rank, a rank receives `P * (N - 1) / N` in a gather, in a reduce-scatter and in reductions
+to each owner, and twice that in an all-reduce.
 """
 
 from __future__ import annotations
@@ -128,21 +128,34 @@ def test_stage_0_all_reduces_twice_the_bytes_once_a_synchronised_micro_batch(num
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_bf16_gathers_two_bytes_an_element_and_reduces_four(num_ranks: int) -> None:
+def test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four(num_ranks: int) -> None:
     numel_of_model = sum(p.numel() for p in Stack().parameters())
     received = numel_of_model * (num_ranks - 1) // num_ranks
-    expected = {
-        0: {"all_reduce": 2 * 4 * received},
-        1: {"gather": 2 * received, "reduce_scatter": 4 * received},
-        2: {"gather": 2 * received, "reduce_scatter": 4 * received},
-        3: {"gather": 2 * 2 * received, "reduce_scatter": 4 * received},
-    }
-    for stage in range(4):
-        for counts, _ in run_ranks(counts_of_training, num_ranks, {"stage": stage, "compute_dtype": "bfloat16"}):
+    scatters_two, scatters_four = {"reduce_scatter": 2 * received}, {"reduce_scatter": 4 * received}
+    cases: list[tuple[dict[str, Any], dict[str, int]]] = [
+        ({"stage": 0}, {"all_reduce": 2 * 4 * received}),
+        # Micro-batches are added up before they are sent: that sum is float32.
+        ({"stage": 1}, {"gather": 2 * received, **scatters_four}),
+        # Gradients travel as autograd made them, and are added up where they arrive.
+        ({"stage": 2}, {"gather": 2 * received, **scatters_two}),
+        ({"stage": 3}, {"gather": 2 * 2 * received, **scatters_two}),
+        # The transport adds, so it is given float32.
+        ({"stage": 3, "collectives": "native"}, {"gather": 2 * 2 * received, **scatters_four}),
+        ({"stage": 2, "reduce_scatter": "to_owner"}, {"gather": 2 * received, "reduce": 4 * received}),
+        ({"stage": 2, "reduce_scatter": False}, {"gather": 2 * received, "all_reduce": 2 * 4 * received}),
+        ({"stage": 1, "reduce_dtype": "bfloat16"}, {"gather": 2 * received, **scatters_two}),
+        # A sum in fewer bits is made of terms in fewer bits.
+        (
+            {"stage": 2, "compute_dtype": "float32", "reduce_dtype": "bfloat16"},
+            {"gather": 4 * received, **scatters_two},
+        ),
+    ]
+    for config, expected in cases:
+        for counts, _ in run_ranks(counts_of_training, num_ranks, {"compute_dtype": "bfloat16", **config}):
             by_kind: dict[str, int] = {}
             for (kind, _), (_, num_bytes) in counts.items():
                 by_kind[kind] = by_kind.get(kind, 0) + num_bytes
-            assert by_kind == {kind: NUM_STEPS * num_bytes for kind, num_bytes in expected[stage].items()}
+            assert by_kind == {kind: NUM_STEPS * num_bytes for kind, num_bytes in expected.items()}, config
 
 
 def uneven_bytes(shape: tuple[int, ...], rank: int, num_ranks: int, collectives: str) -> tuple[int, int]:
@@ -168,6 +181,34 @@ def test_uneven_rows_are_padded_by_native_collectives_only(num_ranks: int, colle
                 assert counts["gather", unit] == (num_gathers, num_gathers * gathered)
                 assert counts["reduce_scatter", unit] == (NUM_STEPS, NUM_STEPS * reduced)
             assert is_uneven
+
+
+def bytes_of_choice(choice: bool | str, shapes: list[tuple[int, ...]], rank: int, num_ranks: int) -> tuple[str, int]:
+    """The kind of exchange that `reduce_scatter: choice` asks for, and the bytes that `rank` then receives (fp32)."""
+    own = sum(uneven_bytes(shape, rank, num_ranks, "pairwise")[1] for shape in shapes)
+    return {
+        True: ("reduce_scatter", own),
+        False: ("all_reduce", 2 * 4 * sum(map(numel, shapes)) * (num_ranks - 1) // num_ranks),
+        "to_owner": ("reduce", own),
+    }[choice]
+
+
+@pytest.mark.parametrize("choice", [True, False, "to_owner"])
+def test_reduce_scatter_runs_the_exchange_that_was_asked_for(choice: bool | str) -> None:
+    for num_ranks, model_name in ((2, "bert"), (3, "stack")):
+        for stage in (1, 2, 3):
+            config = {"stage": stage, "reduce_scatter": choice}
+            for rank, (counts, units) in enumerate(run_ranks(counts_of_training, num_ranks, config, model_name)):
+                assert {kind for kind, _ in counts} == {"gather", bytes_of_choice(choice, [], 0, num_ranks)[0]}
+                for unit, shapes in units.items():
+                    kind, received = bytes_of_choice(choice, list(shapes.values()), rank, num_ranks)
+                    assert counts[kind, unit] == (NUM_STEPS, NUM_STEPS * received)
+
+
+def test_reduction_to_owners_runs_with_native_collectives_too() -> None:
+    config = {"stage": 2, "reduce_scatter": "to_owner", "collectives": "native"}
+    for counts, _ in run_ranks(counts_of_training, 2, config):
+        assert {kind for kind, _ in counts} == {"gather", "reduce"}
 
 
 def test_frozen_parameters_are_gathered_but_not_reduced() -> None:

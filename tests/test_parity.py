@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
 from hf_zero.engine import exchange, pairwise, parameter, reduction, unit, world
-from tests.models import CASES, Case, make_model
+from tests.models import CASES, Case, Stack, make_model, stack_batch
 from tests.ranks import run_alone, run_ranks
 
 NUM_STEPS = 10
@@ -376,6 +376,7 @@ VARIANTS = {
     "checkpointing_reentrant": ("llama", Recipe(checkpointing=True), EQUAL),
     "bf16": ("llama", Recipe(bf16=True, oracle="summed"), EQUAL),
     "bf16_bert": ("bert", Recipe(bf16=True, oracle="summed"), EQUAL),
+    "bf16_mlp": ("mlp", Recipe(bf16=True, oracle="summed"), EQUAL),
 }
 
 
@@ -385,9 +386,61 @@ def test_every_stage_matches_one_process_with_other_recipes(variant: str) -> Non
     check(name, replace(recipe, num_steps=5), 2, lambda _: tolerance)
 
 
+def gradients_in_rounds(bucket_bytes: int) -> tuple[list[Tensor], int]:
+    """Runs on a rank: its gradients, and the bytes of the largest message of rows that it received."""
+    torch.manual_seed(0)
+    model, rank, width = Stack(240), dist.get_rank(), 240
+    hf_zero.shard_model(model, {"stage": 2, "bucket_bytes": bucket_bytes})
+    sizes = [0]
+    receive = pairwise.PairwiseCollectives._receive
+
+    def measured(self: Any, description: str, tensor: Tensor, *args: Any) -> Any:
+        sizes.append(tensor.nbytes if description.startswith("reduce_scatter") else 0)
+        return receive(self, description, tensor, *args)
+
+    with mock.patch.object(pairwise.PairwiseCollectives, "_receive", measured):
+        model(**stack_batch(0, rank, width)).backward()
+    return [local(p.grad) for p in model.parameters()], max(sizes)
+
+
+def test_gradients_larger_than_a_bucket_arrive_in_rounds_with_the_same_bits() -> None:
+    found = run_ranks(gradients_in_rounds, 3, 100_000)
+    for (gradients, largest), (expected, whole) in zip(found, run_ranks(gradients_in_rounds, 3, 2**26), strict=True):
+        assert all(map(torch.equal, gradients, expected))
+        assert 50_000 < largest <= 100_000 < whole
+
+
 def test_memory_and_traffic_settings_do_not_change_the_bits() -> None:
     settings = ({"prefetch_bytes": 0}, {"prefetch_bytes": 8000}, {"bucket_bytes": 1}, {"reshard_after_forward": False})
     check("llama", Recipe(), 2, lambda _: EQUAL, [{"stage": 3, **setting} for setting in settings])
+
+
+def test_every_way_to_reduce_has_the_bits_of_one_process() -> None:
+    # The model has rows that do not divide, and parameters that one rank or none has used.
+    configs = [
+        {"stage": stage, "reduce_scatter": choice, "collectives": collectives}
+        for stage in (1, 2, 3)
+        for choice in (False, "to_owner")
+        for collectives in ("native", "pairwise")
+    ]
+    check("mlp", Recipe(num_steps=3), 2, lambda _: EQUAL, configs)
+
+
+def gradients_by_choice(stage: int, uses_no_sync: bool) -> list[list[dict[str, Tensor | None]]]:
+    """Runs on a rank: its rows of the gradients under each way to reduce, over three steps of two micro-batches."""
+    case, recipe = CASES["mlp"], Recipe(num_micros=2, uses_no_sync=uses_no_sync, num_steps=3)
+    configs = [{"stage": stage, "reduce_scatter": choice} for choice in (True, False, "to_owner")]
+    return [train_sharded(make_model(case), case, recipe, config, dist.get_rank()).gradients for config in configs]
+
+
+@pytest.mark.parametrize("uses_no_sync", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ways_to_reduce_have_equal_bits_under_accumulation(stage: int, uses_no_sync: bool) -> None:
+    for scattered, *others in run_ranks(gradients_by_choice, 2, stage, uses_no_sync):
+        for other in others:
+            for left, right in zip(scattered, other, strict=True):
+                assert left.keys() == right.keys()
+                assert all(_distance(left[name], right[name]) == 0.0 for name in left)
 
 
 def test_unit_called_on_one_rank_only_has_the_bits_of_one_process_while_parameters_stay_whole() -> None:

@@ -25,7 +25,8 @@ def by_hand(stage: int, compute_bytes: int) -> dict[str, int]:
     """Bytes on one of two ranks: masters, gradients and states in fp32."""
     whole, half = 4 * NUMEL, 2 * NUMEL
     computes = compute_bytes * NUMEL
-    gathered, reduced = computes // 2, whole // 2  # received: what the other rank has
+    gathered = computes // 2  # received: what the other rank has
+    reduced = computes // 2 if stage >= 2 else whole // 2  # stages 0 and 1 add micro-batches up in fp32 first
     if compute_bytes == 4:
         parameters = {0: whole, 1: whole, 2: whole, 3: half}[stage]  # in stages 1 and 2 the rows lie inside the whole
     else:
@@ -38,10 +39,10 @@ def by_hand(stage: int, compute_bytes: int) -> dict[str, int]:
     }
 
 
-def measure(stage: int, compute: str) -> dict[str, Any]:
+def measure(stage: int, compute: str, **config: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Stack(WIDTH, BLOCKS)
-    engine = zero.shard_model(model, {"stage": stage, "compute_dtype": compute, "collectives": "pairwise"})
+    engine = zero.shard_model(model, {"stage": stage, "compute_dtype": compute, "collectives": "pairwise", **config})
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(2):
         model(**stack_batch(step, dist.get_rank(), WIDTH)).backward()
@@ -88,6 +89,14 @@ def test_bytes_are_those_of_a_hand_computation_and_of_live_tensors(stage: int, c
         # In the buffer of a unit every tensor begins at a multiple of 64 bytes.
         largest = max(BLOCK_NUMEL, EMBEDDING_NUMEL, HEAD_NUMEL) * compute_bytes
         assert largest <= found["largest_unit"] < largest + 6 * 64 or (stage, compute_bytes) == (0, 4)
+
+
+@pytest.mark.parametrize(("choice", "share"), [(False, 2), ("to_owner", 1)])
+def test_traffic_is_that_of_the_exchange_asked_for(choice: bool | str, share: int) -> None:
+    for found in run_ranks(measure, RANKS, 2, "float32", reduce_scatter=choice):
+        gathered = reduced = 4 * NUMEL // 2
+        assert found["states"]["traffic"] == gathered + share * reduced
+        assert f"pairwise on gloo, reduce_scatter: {str(choice).lower()}" in found["text"]
 
 
 def test_the_text_is_short_and_names_what_counts() -> None:

@@ -1,4 +1,4 @@
-"""The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, broadcast, agree.
+"""The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, reduce, broadcast, agree.
 
 Every exchange returns a handle that is waited for later, with a timeout that names the peer, the operation and the unit.
 `native`, `pairwise` and `host` implement it; `transport` chooses between them.
@@ -24,6 +24,7 @@ from hf_zero.ledger import Ledger
 
 _LABEL_BYTES = 96
 _TAG_KINDS = ("gather", "reduce_scatter", "agreement")
+_ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,14 @@ class Collectives(ABC):
         name: as `ZeroConfig.collectives` has it.
         reason: why `auto` chose it, for people; empty where it was asked for.
         shares_memory: `allocate` gives all ranks the same memory, so that they see each other's rows as they change.
+        sends_rows_as_given: `reduce_scatter` sends its items in their own dtype, else in that of its outputs.
+        staging_bytes: of peers' rows that a reduce-scatter may hold before they are added up, where it holds any.
     """
 
     name: str
     shares_memory = False
+    sends_rows_as_given = False
+    staging_bytes = 64 * 2**20
 
     def __init__(
         self,
@@ -127,18 +132,65 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
-        """Sum flat tensors over the ranks, in rank order, and keep this rank's rows.
+        """Sum flat tensors over the ranks, in rank order and in the outputs' dtype, and keep this rank's rows.
 
         Args:
-            items: each with a flat of `layout.numel` elements; may be overwritten, and must be left alone until `settle()`.
-            outputs: per item [layout.local_numel(rank)], same dtype; may be read after `wait()`.
+            items: each with a flat of `layout.numel` elements; only read, until `settle()`.
+            outputs: per item [layout.local_numel(rank)], same dtype or a wider one; may be read after `wait()`.
             unit: the unit's name, for the ledger and for errors.
 
         Source: ZeRO (arXiv:1910.02054), section 5.2.
         """
 
-    def all_reduce(self, tensors: Sequence[Tensor], unit: str) -> Exchange:
-        """Sum flat tensors over the ranks, in place; the result has the same bits on every rank."""
+    def reduce_whole(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+        """What `reduce_scatter` does, by an all-reduce of whole tensors; in the order of additions of the transport."""
+        # Copies, since a transport writes in place, and autograd may still own what it was given.
+        sums = [item.flat.to(output.dtype, copy=True) for item, output in zip(items, outputs, strict=True)]
+
+        def keep_own_rows() -> None:
+            for item, output, total in zip(items, outputs, sums, strict=True):
+                output.copy_(total[slice(*item.layout.span(self.rank))])
+
+        return self.all_reduce(sums, unit, keep_own_rows)
+
+    def reduce_to_owners(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+        """What `reduce_scatter` does, by one reduction for each rank; in the order of additions of the transport."""
+        description = self._describe("reduce", unit)
+        parts: list[Part] = []
+        messages: list[Tensor] = []
+        arrivals: list[tuple[list[Tensor], Tensor]] = []
+        for dtype in dict.fromkeys(output.dtype for output in outputs):
+            chosen = [(item, output) for item, output in zip(items, outputs, strict=True) if output.dtype == dtype]
+            for owner in range(self.num_ranks):
+                # A copy of its own: a transport also writes to it on ranks that are not the owner.
+                message = torch.cat([item.flat[slice(*item.layout.span(owner))].to(dtype) for item, _ in chosen])
+                if not message.numel():
+                    continue
+                call = partial(dist.reduce, message, group=self.group, group_dst=owner, async_op=True)
+                parts.append(Part(self._start(description, call), None))
+                messages.append(message)
+                if owner == self.rank:
+                    arrivals.append(([output for _, output in chosen], message))
+
+        def finish() -> None:
+            for targets, message in arrivals:
+                for target, total in zip(
+                    targets, torch.split(message, [len(target) for target in targets]), strict=True
+                ):
+                    target.copy_(total)
+
+        received = sum(message.nbytes for _, message in arrivals) * (self.num_ranks - 1)
+        entry = self.ledger.add("reduce", unit, received)
+        return Exchange(description, self.timeout_s, parts, entry, finish, keep=messages)
+
+    def all_reduce(self, tensors: Sequence[Tensor], unit: str, finish: Callable[[], None] | None = None) -> Exchange:
+        """Sum flat tensors over the ranks, in place; the result has the same bits on every rank.
+
+        Args:
+            tensors: contiguous; written.
+            unit: the unit's name, for the ledger and for errors.
+            finish: called by `wait()` when the sums are there.
+        """
         tensors = [tensor for tensor in tensors if tensor.numel()]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
@@ -147,7 +199,7 @@ class Collectives(ABC):
         for tensor in tensors:
             work = self._start(description, partial(dist.all_reduce, tensor, group=self.group, async_op=True))
             parts.append(Part(work, None))
-        return Exchange(description, self.timeout_s, parts, entry, keep=tensors)
+        return Exchange(description, self.timeout_s, parts, entry, finish, keep=tensors)
 
     def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
         """Copy `tensor` from rank `source` to all others, and wait for it."""
@@ -213,7 +265,7 @@ class Collectives(ABC):
 
     def _describe(self, kind: str, unit: str) -> str:
         self._sequence += 1
-        if kind in ("gather", "reduce_scatter"):
+        if kind in _ORDERED_KINDS:
             # By kind: gathers may be interleaved with reductions in another way on every rank.
             self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
             self.trail = sum(self._steps.values())

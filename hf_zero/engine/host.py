@@ -52,6 +52,7 @@ class HostCollectives(Collectives):
 
     name = "host"
     shares_memory = True
+    sends_rows_as_given = True
 
     def __init__(self, board: Board, *args: Any) -> None:
         super().__init__(*args)

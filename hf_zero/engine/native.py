@@ -50,9 +50,9 @@ class NativeCollectives(Collectives):
             layout = item.layout
             if not layout.chunk_numel:
                 continue
-            padded = item.flat
+            padded = item.flat.to(output.dtype)
             if layout.padded_numel != layout.numel:
-                padded = torch.nn.functional.pad(item.flat, (0, layout.padded_numel - layout.numel))
+                padded = torch.nn.functional.pad(padded, (0, layout.padded_numel - layout.numel))
             chunk = output
             if output.numel() != layout.chunk_numel:
                 chunk = output.new_empty(layout.chunk_numel)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.exchange import Exchange, Part
 
 _ALONE_BYTES = 8 * 2**10
+_SMALLEST_STAGING = 64 * 2**10  # bytes; below, more would be spent on messages than saved
+_WIDENED_NUMEL = 2**14  # elements of a term that are added to a wider sum at a time
 
 
 class PairwiseCollectives(Collectives):
@@ -21,6 +24,7 @@ class PairwiseCollectives(Collectives):
     """
 
     name = "pairwise"
+    sends_rows_as_given = True
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
@@ -48,37 +52,85 @@ class PairwiseCollectives(Collectives):
         return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), finish, items)
 
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
-        """See `Collectives.reduce_scatter`."""
-        parcels = _parcels(items)
-        description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(parcels))
+        """See `Collectives.reduce_scatter`.
+
+        [Note: rounds] What is sent lies in the gradients. What is received takes memory until it is added up, so where it
+        would take more than `staging_bytes` it is received in rounds. All but the last are waited for in this call: so peers
+        depend on its being made, as with any exchange, and not on when its result is waited for.
+        """
         output_of = {id(item): output for item, output in zip(items, outputs, strict=True)}
-        by_rank: dict[int, dict[int, Tensor]] = {id(item): {} for item in items}
-        parts, received = [], 0
+        parcels = [cut for parcel in _parcels(items) for cut in self._cut(parcel, output_of)]
+        description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(parcels))
+        peers_rows = sum(output.numel() * item.flat.itemsize for item, output in zip(items, outputs, strict=True))
+        entry = self.ledger.add("reduce_scatter", unit, peers_rows * (self.num_ranks - 1))
+        rows = [[[piece.of(rank) for piece in parcel] for parcel in parcels] for rank in range(self.num_ranks)]
+        sends = self._send_to_all(description, rows, tags)
+        *earlier, last = self._rounds(parcels, tags)
+        for each in earlier:
+            parts, add_up = self._receive_round(description, each)
+            Exchange(description, self.timeout_s, parts, entry, add_up).wait()
+            del parts, add_up  # and with them this round's rows, before the next one's arrive
+        parts, add_up = self._receive_round(description, last)
+        return Exchange(description, self.timeout_s, parts + sends, entry, add_up, keep=items)
+
+    def _cut(self, parcel: list[Rows], output_of: dict[int, Tensor]) -> list[list[_Piece]]:
+        """A parcel in pieces of which each fits into `staging_bytes`, alike on every rank; small parameters stay whole."""
+        pieces = [_Piece(item, output_of[id(item)], 0, item.layout.chunk_numel) for item in parcel]
+        staged = self._staged_nbytes(pieces)
+        if len(parcel) > 1 or staged <= self._staging_limit:
+            return [pieces]
+        (piece,) = pieces
+        step = max(1, self._staging_limit * piece.stop // staged)
+        return [
+            [_Piece(piece.item, piece.output[start : start + step], start, min(start + step, piece.stop))]
+            for start in range(0, piece.stop, step)
+        ]
+
+    @property
+    def _staging_limit(self) -> int:
+        return max(self.staging_bytes, _SMALLEST_STAGING)
+
+    def _staged_nbytes(self, parcel: list[_Piece]) -> int:
+        """Bytes of peers' rows that wait beside the outputs."""
+        num_staged = self.num_ranks - 1 - int(_lands_in_output(parcel))
+        return num_staged * sum((piece.stop - piece.start) * piece.item.flat.itemsize for piece in parcel)
+
+    def _rounds(self, parcels: list[list[_Piece]], tags: list[int]) -> list[list[tuple[list[_Piece], int]]]:
+        """Parcels and their tags, grouped into rounds that fit into `staging_bytes`."""
+        rounds: list[list[tuple[list[_Piece], int]]] = [[]]
+        staged = 0
         for parcel, tag in zip(parcels, tags, strict=True):
-            lengths = [output_of[id(item)].numel() for item in parcel]
+            num_bytes = self._staged_nbytes(parcel)
+            if rounds[-1] and staged + num_bytes > self._staging_limit:
+                rounds.append([])
+                staged = 0
+            rounds[-1].append((parcel, tag))
+            staged += num_bytes
+        return rounds
+
+    def _receive_round(
+        self, description: str, parcels: list[tuple[list[_Piece], int]]
+    ) -> tuple[list[Part], Callable[[], None]]:
+        """Begin to receive the peers' rows; the function adds them up once they are there."""
+        parts: list[Part] = []
+        terms: list[tuple[_Piece, dict[int, Tensor]]] = []
+        for parcel, tag in parcels:
+            lengths = [len(piece.output) for piece in parcel]
+            by_rank = [{self.rank: piece.of(self.rank)} for piece in parcel]
             for place, peer in enumerate(sorted(self._peers())):
-                first = output_of[id(parcel[0])]
-                # A large parameter's rows from one peer land in the output itself, the others' beside it.
-                message = first if len(parcel) == 1 and place == 0 else first.new_empty(sum(lengths))
+                lands = place == 0 and _lands_in_output(parcel)
+                message = parcel[0].output if lands else parcel[0].item.flat.new_empty(sum(lengths))
                 if message.numel():
                     parts.append(Part(self._receive(description, message, peer, tag), peer))
-                    received += message.nbytes
-                for item, values in zip(parcel, torch.split(message, lengths), strict=True):
-                    by_rank[id(item)][peer] = values
-        rows = [
-            [[item.flat[slice(*item.layout.span(peer))] for item in parcel] for parcel in parcels]
-            for peer in range(self.num_ranks)
-        ]
-        parts += self._send_to_all(description, rows, tags)
+                for of_piece, values in zip(by_rank, torch.split(message, lengths), strict=True):
+                    of_piece[peer] = values
+            terms += zip(parcel, by_rank, strict=True)
 
-        def finish() -> None:
-            for item, output in zip(items, outputs, strict=True):
-                if output.numel():
-                    by_rank[id(item)][self.rank] = item.flat[slice(*item.layout.span(self.rank))]
-                    _sum_in_rank_order(output, by_rank[id(item)])
+        def add_up() -> None:
+            for piece, of_piece in terms:
+                _sum_in_rank_order(piece.output, of_piece)
 
-        entry = self.ledger.add("reduce_scatter", unit, received)
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep=items)
+        return parts, add_up
 
     def _send_to_all(self, description: str, rows: Sequence[list[list[Tensor]]], tags: Sequence[int]) -> list[Part]:
         """Send `rows[peer]`, a list of tensors for each parcel, to every peer."""
@@ -94,6 +146,32 @@ class PairwiseCollectives(Collectives):
         return parts
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A range of elements of every rank's rows of one gradient.
+
+    Attributes:
+        item: the whole gradient.
+        output: where this rank's elements of the range are added up.
+        start, stop: the range, counted from the start of a rank's rows; of a rank that owns fewer rows it holds less.
+    """
+
+    item: Rows
+    output: Tensor
+    start: int
+    stop: int
+
+    def of(self, rank: int) -> Tensor:
+        """The elements whose sum `rank` keeps."""
+        first, last = self.item.layout.span(rank)
+        return self.item.flat[min(first + self.start, last) : min(first + self.stop, last)]
+
+
+def _lands_in_output(parcel: list[_Piece]) -> bool:
+    """Whether the rows from one peer can be received in the output itself: those of a large parameter, in its dtype."""
+    return len(parcel) == 1 and parcel[0].item.flat.dtype == parcel[0].output.dtype
+
+
 def _parcels(items: Sequence[Rows]) -> list[list[Rows]]:
     """What travels in one message: a large parameter, or all small ones of a dtype; the same on every rank."""
     alone, packed = [], dict[torch.dtype, list[Rows]]()
@@ -106,9 +184,16 @@ def _parcels(items: Sequence[Rows]) -> list[list[Rows]]:
 
 
 def _sum_in_rank_order(output: Tensor, by_rank: dict[int, Tensor]) -> None:
-    """output = ((t0 + t1) + t2) + ..., where `output` itself is one of the first two terms."""
-    ordered = [by_rank[rank] for rank in sorted(by_rank)]
-    first, second, *rest = ordered
-    torch.add(first, second, out=output)
-    for term in rest:
-        output.add_(term)
+    """output = ((t0 + t1) + t2) + ..., where `output` itself may be one of the first two terms, or be wider than all."""
+    first, second, *rest = [by_rank[rank] for rank in sorted(by_rank)]
+    if first.dtype == output.dtype:
+        torch.add(first, second, out=output)
+        for term in rest:
+            output.add_(term)
+        return
+    output.copy_(first)
+    for term in (second, *rest):
+        # In steps, since torch makes a wider copy of the term; `out=` would add in the terms' dtype.
+        steps = zip(torch.split(output, _WIDENED_NUMEL), torch.split(term, _WIDENED_NUMEL), strict=True)
+        for part, of_term in steps:
+            part.add_(of_term)

@@ -43,3 +43,8 @@ class Precision:
     def reduce_for(self, grad_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a gradient of `grad_dtype` is summed over the ranks."""
         return grad_dtype if self.reduce is None or grad_dtype == torch.float64 else self.reduce
+
+    def sent_for(self, grad_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which terms of that sum may travel: the gradient's own, where the sum's holds its values exactly."""
+        total = self.reduce_for(grad_dtype)
+        return grad_dtype if torch.promote_types(grad_dtype, total) == total else total

@@ -31,6 +31,24 @@ def _fingerprint(trainable: Sequence[ZeroParameter]) -> int:
     return zlib.crc32("\n".join(p.name for p in trainable).encode())
 
 
+def given_dtype(p: ZeroParameter, world: World) -> torch.dtype:
+    """The dtype in which a whole gradient is given to its exchange, known to all ranks, also to one that has no gradient.
+
+    Autograd's own, that of the whole parameter, where a sum of rows is made of gradients as autograd made them. What stays
+    whole is all-reduced in the sum's dtype, and what was added up over micro-batches before is in that dtype already.
+    """
+    is_as_made = p.is_sharded and world.config.policy.shards_gradients
+    return world.precision.sent_for(p.compute_dtype) if is_as_made else world.precision.reduce_for(p.compute_dtype)
+
+
+def sent_dtype(p: ZeroParameter, world: World) -> torch.dtype:
+    """The dtype in which a gradient travels."""
+    is_sent_as_given = world.collectives is not None and world.collectives.sends_rows_as_given
+    if is_sent_as_given and world.config.reduce_scatter is True:
+        return given_dtype(p, world)
+    return world.precision.reduce_for(p.compute_dtype)
+
+
 def _check_trainable(fingerprints: Iterable[int]) -> None:
     if len(set(fingerprints)) > 1:
         raise PartitionError(
@@ -134,9 +152,10 @@ class Reducer:
             grad = gradients.get(id(p))
             is_used = grad is not None
             flat = self._flat(p, grad)
-            num_bytes += flat.nbytes
+            num_bytes += flat.numel() * sent_dtype(p, self.world).itemsize
             if p.is_sharded:
-                output = flat.new_empty(p.layout.local_numel(p.rank))
+                dtype = self.world.precision.reduce_for(p.compute_dtype)
+                output = flat.new_empty(p.layout.local_numel(p.rank), dtype=dtype)
                 sharded.append(Rows(flat, p.layout))
                 outputs.append(output)
                 results.append((p, output, is_used))
@@ -148,16 +167,28 @@ class Reducer:
             self._complete()
         exchanges = []
         if sharded:
-            exchanges.append(collectives.reduce_scatter(sharded, outputs, unit.name))
+            exchanges.append(self._reduce_rows(sharded, outputs, unit.name))
         if summed:
             exchanges.append(collectives.all_reduce(summed, unit.name))
         self._in_flight.append(_InFlight(num_bytes, exchanges, results))
 
+    def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
+        """Begin the exchange that the configuration asks for."""
+        collectives = self.world.collectives
+        assert collectives is not None
+        match self.world.config.reduce_scatter:
+            case True:
+                return collectives.reduce_scatter(items, outputs, unit)
+            case False:
+                return collectives.reduce_whole(items, outputs, unit)
+            case "to_owner":
+                return collectives.reduce_to_owners(items, outputs, unit)
+
     def _flat(self, p: ZeroParameter, grad: Tensor | None) -> Tensor:
+        dtype = given_dtype(p, self.world)
         if grad is None:
-            dtype = self.world.precision.reduce_for(p.compute_dtype)
             return torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
-        return grad.to(self.world.precision.reduce_for(grad.dtype)).reshape(-1)
+        return grad.to(dtype).reshape(-1)
 
     def _bytes_in_flight(self) -> int:
         return sum(item.num_bytes for item in self._in_flight)

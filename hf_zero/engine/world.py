@@ -74,6 +74,7 @@ class World:
         ledger = Ledger()
         collectives = make_collectives(config.exchange, device, config.timeout_s, ledger)
         if collectives is not None:
+            collectives.staging_bytes = config.bucket_bytes
             names = sorted(config.to_dict())
             prints = [zlib.crc32(str(config.to_dict()[name]).encode()) for name in names]
             for rank, row in enumerate(collectives.agree(prints, "the configuration")):

@@ -1,5 +1,6 @@
 """The exchanges between ranks: what they compute, what they count, and what they say when ranks do not agree."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.layout import RowLayout
+from hf_zero.engine.pairwise import _WIDENED_NUMEL
 from hf_zero.engine.transport import make_collectives
 from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.ledger import Ledger
 from tests.ranks import RankFailure, run_alone, run_ranks
 
-_SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2)]  # rows that do not divide, fewer than ranks, none
+_SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2), (401, 40)]  # rows that do not divide, fewer than ranks, none; large
 _BOTH = pytest.mark.parametrize("choice", ["pairwise", "native", "host"])
 _ANY_RANKS = pytest.mark.parametrize("num_ranks", [2, 3])
 _DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,31 +67,82 @@ def test_gather_completes_every_ranks_rows(choice: str, num_ranks: int, dtype: t
     run_ranks(_gather, num_ranks, choice, dtype)
 
 
-def _reduce_scatter(choice: str, dtype: torch.dtype) -> None:
+def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str, sum_dtype: torch.dtype | None = None) -> None:
     collectives = _make(choice)
     rank, num_ranks = collectives.rank, collectives.num_ranks
     layouts = _layouts(num_ranks)
     items = [Rows(_values(rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
-    outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=dtype) for layout in layouts]
-    collectives.reduce_scatter(items, outputs, "unit").wait()
+    sum_dtype = sum_dtype or dtype
+    outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=sum_dtype) for layout in layouts]
+    getattr(collectives, method)(items, outputs, "unit").wait()
     collectives.settle()
     for index, (layout, output) in enumerate(zip(layouts, outputs, strict=True)):
+        assert torch.equal(items[index].flat, _values(rank, index, layout, dtype)), "autograd may own what was given"
         terms = [_values(peer, index, layout, dtype)[slice(*layout.span(rank))] for peer in range(num_ranks)]
-        expected = terms[0].clone()
+        expected = terms[0].to(sum_dtype, copy=True)
         for term in terms[1:]:
-            expected += term  # in rank order, in `dtype`
-        if choice == "pairwise" or num_ranks == 2:
+            expected += term  # in rank order, in `sum_dtype`
+        if (choice != "native" and kind == "reduce_scatter") or num_ranks == 2:
             assert torch.equal(output, expected)
         else:  # the transport adds in an order of its own: one rounding of a sum below 8
-            torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
-    assert collectives.ledger.total("reduce_scatter").calls == 1
+            torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(sum_dtype).eps)
+    assert set(collectives.ledger.kinds()) == {"agree", kind} and collectives.ledger.total(kind).calls == 1
 
 
 @_BOTH
 @_ANY_RANKS
 @_DTYPES
 def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
-    run_ranks(_reduce_scatter, num_ranks, choice, dtype)
+    run_ranks(_reduce_rows, num_ranks, choice, dtype, "reduce_scatter", "reduce_scatter")
+
+
+@pytest.mark.parametrize(("method", "kind"), [("reduce_whole", "all_reduce"), ("reduce_to_owners", "reduce")])
+@_ANY_RANKS
+@_DTYPES
+def test_other_reductions_sum_own_rows(method: str, kind: str, num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(_reduce_rows, num_ranks, "pairwise", dtype, method, kind)
+
+
+@pytest.mark.parametrize("method", ["reduce_scatter", "reduce_whole", "reduce_to_owners"])
+@_BOTH
+def test_reductions_sum_bfloat16_in_float32(choice: str, method: str) -> None:
+    kind = {"reduce_whole": "all_reduce", "reduce_to_owners": "reduce"}.get(method, method)
+    run_ranks(_reduce_rows, 3, choice, torch.bfloat16, method, kind, torch.float32)
+
+
+def _peak_of(call: Callable[[], None]) -> int:
+    """The most bytes that tensors made in `call` take together, temporary ones inside torch included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes), default=0)
+
+
+def _reduce_embedding(dtype: torch.dtype, staging_bytes: int) -> tuple[Tensor, int]:
+    """This rank's sum of a large and a small gradient, and the peak of memory."""
+    collectives = _make("pairwise")
+    collectives.staging_bytes = staging_bytes
+    layouts = [RowLayout((10007, 100), collectives.num_ranks), RowLayout((7, 3), collectives.num_ranks)]
+    items = [Rows(_values(collectives.rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
+    outputs = [torch.empty(layout.local_numel(collectives.rank)) for layout in layouts]
+    peak = _peak_of(lambda: collectives.reduce_scatter(items, outputs, "embedding").wait())
+    return torch.cat(outputs), peak
+
+
+@_ANY_RANKS
+@_DTYPES
+def test_staging_of_a_large_gradient_is_bounded_whatever_its_size(num_ranks: int, dtype: torch.dtype) -> None:
+    budget = 2**17
+    bounded = run_ranks(_reduce_embedding, num_ranks, dtype, budget)
+    unbounded = run_ranks(_reduce_embedding, num_ranks, dtype, 2**40)
+    num_staged = num_ranks - 1 - int(dtype == torch.float32)  # one peer's rows land in the output
+    for (result, peak), (expected, whole) in zip(bounded, unbounded, strict=True):
+        assert torch.equal(result, expected)
+        staged = num_staged * 10007 * 100 * dtype.itemsize // num_ranks
+        assert whole >= 0.99 * staged
+        widened = 4 * _WIDENED_NUMEL if dtype == torch.bfloat16 else 0  # what torch makes of a term in float32
+        assert peak < budget + widened + 1000
 
 
 def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
@@ -99,14 +152,17 @@ def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
     collectives.reduce_scatter([Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a").wait()
     collectives.settle()
     collectives.all_reduce([torch.zeros(24), torch.zeros(0)], "a").wait()
-    return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce"))
+    collectives.reduce_to_owners(
+        [Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a"
+    ).wait()
+    return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce", "reduce"))
 
 
 @_BOTH
 @_ANY_RANKS
 def test_ledger_counts_what_a_rank_receives(choice: str, num_ranks: int) -> None:
     one = 24 * 4 * (num_ranks - 1) // num_ranks
-    assert run_ranks(_bytes_of_whole_rows, num_ranks, choice) == [(one, one, 2 * one)] * num_ranks
+    assert run_ranks(_bytes_of_whole_rows, num_ranks, choice) == [(one, one, 2 * one, one)] * num_ranks
 
 
 def _all_reduce(choice: str) -> list[Tensor]:

@@ -288,6 +288,8 @@ class _Draw:
             "compute_dtype": {"mixed": "float32", "bfloat16": "bfloat16"}.get(self.precision, "auto"),
             "timeout_s": 20.0,
         }
+        if self.stage:
+            config["reduce_scatter"] = (True, False, True, "to_owner")[self.seed % 4]
         if self.maybe(0.15):
             config["units"] = {"min_numel": rng.choice([1, 60, 100_000])}
         if self.stage == 3:
