@@ -131,29 +131,32 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """Sum flat tensors over the ranks, in rank order and in the outputs' dtype, and keep this rank's rows.
 
         Args:
             items: each with a flat of `layout.numel` elements; only read, until `settle()`.
             outputs: per item [layout.local_numel(rank)], same dtype or a wider one; may be read after `wait()`.
             unit: the unit's name, for the ledger and for errors.
+            divisor: of the sums; the number of ranks for an average.
 
         Source: ZeRO (arXiv:1910.02054), section 5.2.
         """
 
-    def reduce_whole(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+    def reduce_whole(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """What `reduce_scatter` does, by an all-reduce of whole tensors; in the order of additions of the transport."""
         # Copies, since a transport writes in place, and autograd may still own what it was given.
         sums = [item.flat.to(output.dtype, copy=True) for item, output in zip(items, outputs, strict=True)]
 
         def keep_own_rows() -> None:
             for item, output, total in zip(items, outputs, sums, strict=True):
-                output.copy_(total[slice(*item.layout.span(self.rank))])
+                torch.div(total[slice(*item.layout.span(self.rank))], divisor, out=output)
 
         return self.all_reduce(sums, unit, keep_own_rows)
 
-    def reduce_to_owners(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+    def reduce_to_owners(
+        self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1
+    ) -> Exchange:
         """What `reduce_scatter` does, by one reduction for each rank; in the order of additions of the transport."""
         description = self._describe("reduce", unit)
         parts: list[Part] = []
@@ -177,7 +180,7 @@ class Collectives(ABC):
                 for target, total in zip(
                     targets, torch.split(message, [len(target) for target in targets]), strict=True
                 ):
-                    target.copy_(total)
+                    torch.div(total, divisor, out=target)
 
         received = sum(message.nbytes for _, message in arrivals) * (self.num_ranks - 1)
         entry = self.ledger.add("reduce", unit, received)
@@ -305,6 +308,12 @@ class Collectives(ABC):
             return (group or self.group).recv([tensor], peer, tag)
         except RuntimeError as error:
             raise named(error, description, peer, self.timeout_s) from error
+
+
+def divide(sums: Tensor, divisor: int) -> None:
+    """sums / divisor, in place."""
+    if divisor != 1:
+        sums.div_(divisor)
 
 
 def _decode(head: Tensor) -> str:

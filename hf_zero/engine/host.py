@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_zero.engine import host_memory
 from hf_zero.engine.board import BOARD_BYTES, Board, Lane, Posted, is_short
-from hf_zero.engine.collectives import Collectives, Rows
+from hf_zero.engine.collectives import Collectives, Rows, divide
 from hf_zero.engine.exchange import Exchange
 from hf_zero.errors import CollectiveError
 from hf_zero.ledger import Entry
@@ -117,24 +117,28 @@ class HostCollectives(Collectives):
                 target = item.flat.data_ptr() + start * size
                 host_memory.read(self._board.pid_of[peer], address, target, (stop - start) * size)
 
-    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`."""
         numbers = [item.flat.data_ptr() for item in items]
         received = sum(
             output.numel() * item.flat.itemsize * (self.num_ranks - 1)
             for item, output in zip(items, outputs, strict=True)
         )
-        finish = partial(self._sum_rows, items, outputs)
+        finish = partial(self._sum_rows, items, outputs, divisor)
         return self._post("reduce_scatter", unit, numbers, received, finish, items, False)
 
-    def _sum_rows(self, items: Sequence[Rows], outputs: Sequence[Tensor], numbers: dict[int, array[int]]) -> None:
+    def _sum_rows(
+        self, items: Sequence[Rows], outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
+    ) -> None:
         for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
             addresses = {peer: values[index] for peer, values in numbers.items()}
             start, stop = item.layout.span(self.rank)
             step = _PIECE_BYTES // item.flat.itemsize
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                self._sum_piece(item.flat, addresses, first, last, output[first - start : last - start])
+                piece = output[first - start : last - start]
+                self._sum_piece(item.flat, addresses, first, last, piece)
+                divide(piece, divisor)
 
     def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
         """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of every rank's tensor."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGNMENT_BYTES = 64
 
@@ -24,23 +25,23 @@ class RowLayout:
     shape: tuple[int, ...]
     num_ranks: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """Elements of one row."""
         return math.prod(self.shape[1:])
 
-    @property
+    @cached_property
     def chunk_numel(self) -> int:
         """Elements from the start of one rank's rows to the start of the next rank's."""
         rows = self.shape[0] if self.shape else 1
         return -(-rows // self.num_ranks) * self.row_numel
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of a buffer that holds every rank's chunk."""
         return self.chunk_numel * self.num_ranks

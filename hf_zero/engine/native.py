@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.engine.collectives import Collectives, Rows
+from hf_zero.engine.collectives import Collectives, Rows, divide
 from hf_zero.engine.exchange import Exchange, Part
 
 
@@ -42,7 +42,7 @@ class NativeCollectives(Collectives):
         work = dist.all_gather(chunks, own, self.gather_group, async_op=True)
         return work
 
-    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`."""
         parts, keep, copies, received = [], [], [], 0
         description = self._describe("reduce_scatter", unit)
@@ -66,6 +66,8 @@ class NativeCollectives(Collectives):
         def finish() -> None:
             for output, chunk in copies:
                 output.copy_(chunk)
+            for output in outputs:
+                divide(output, divisor)
 
         entry = self.ledger.add("reduce_scatter", unit, received)
         return Exchange(description, self.timeout_s, parts, entry, finish, keep)

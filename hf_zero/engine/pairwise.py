@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.engine.collectives import Collectives, Rows
+from hf_zero.engine.collectives import Collectives, Rows, divide
 from hf_zero.engine.exchange import Exchange, Part
 
 _ALONE_BYTES = 8 * 2**10
@@ -51,7 +51,7 @@ class PairwiseCollectives(Collectives):
 
         return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), finish, items)
 
-    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str) -> Exchange:
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`.
 
         [Note: rounds] What is sent lies in the gradients. What is received takes memory until it is added up, so where it
@@ -67,10 +67,10 @@ class PairwiseCollectives(Collectives):
         sends = self._send_to_all(description, rows, tags)
         *earlier, last = self._rounds(parcels, tags)
         for each in earlier:
-            parts, add_up = self._receive_round(description, each)
+            parts, add_up = self._receive_round(description, each, divisor)
             Exchange(description, self.timeout_s, parts, entry, add_up).wait()
             del parts, add_up  # and with them this round's rows, before the next one's arrive
-        parts, add_up = self._receive_round(description, last)
+        parts, add_up = self._receive_round(description, last, divisor)
         return Exchange(description, self.timeout_s, parts + sends, entry, add_up, keep=items)
 
     def _cut(self, parcel: list[Rows], output_of: dict[int, Tensor]) -> list[list[_Piece]]:
@@ -109,7 +109,7 @@ class PairwiseCollectives(Collectives):
         return rounds
 
     def _receive_round(
-        self, description: str, parcels: list[tuple[list[_Piece], int]]
+        self, description: str, parcels: list[tuple[list[_Piece], int]], divisor: int
     ) -> tuple[list[Part], Callable[[], None]]:
         """Begin to receive the peers' rows; the function adds them up once they are there."""
         parts: list[Part] = []
@@ -129,6 +129,7 @@ class PairwiseCollectives(Collectives):
         def add_up() -> None:
             for piece, of_piece in terms:
                 _sum_in_rank_order(piece.output, of_piece)
+                divide(piece.output, divisor)
 
         return parts, add_up
 

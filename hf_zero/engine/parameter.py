@@ -41,6 +41,7 @@ class ZeroParameter:
     _shows_whole: bool = False
     version: int = 0  # of `param`, when the engine last knew it
     _seen: list[tuple[object, Tensor]] = field(default_factory=list)
+    _rows_memory: torch.UntypedStorage | None = None  # of the last reduced gradient
 
     @property
     def is_sharded(self) -> bool:
@@ -97,6 +98,20 @@ class ZeroParameter:
 
     def _install(self, tensor: Tensor) -> None:
         put(self.locations, tensor)
+
+    def rows_memory(self, dtype: torch.dtype) -> Tensor:
+        """Memory for reduced gradients of this rank's rows, undefined; that of earlier ones, if nobody uses it any more.
+
+        Returns:
+            [elements of this rank]
+        """
+        numel = self.layout.local_numel(self.rank)
+        memory = self._rows_memory
+        if memory is None or memory.nbytes() != numel * dtype.itemsize or torch_compat.is_used(memory):
+            memory = torch.empty(numel, dtype=dtype, device=self.local.device).untyped_storage()
+            if self._rows_memory is None or not torch_compat.is_used(self._rows_memory):
+                self._rows_memory = memory
+        return torch_compat.tensor_on(memory, 0, (numel,), dtype)
 
     def add_grad(self, flat: Tensor) -> None:
         """Add reduced gradients of this rank's rows to `param.grad`.

@@ -71,7 +71,7 @@ class LateEngine:
     """
 
     def __init__(self, world: World, made_in: Mapping[str, torch.dtype] | None = None, load_handle: Any = None) -> None:
-        self._world = world
+        self.world = world
         self._load_handle = load_handle
         self._made_in = made_in or {}  # a deep copy of a plain parameter forgets its attributes
         self._is_done = False
@@ -80,7 +80,7 @@ class LateEngine:
         """Make the engine, and let it see this call, for which its own hooks come too late."""
         if self._is_done or engine_of(module) is not None:
             return None
-        if self._world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
+        if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
             return None  # inside `GatheredParameters`: the next forward outside makes the engine
         self._is_done = True
         first = next(module.parameters(), None)
@@ -91,10 +91,10 @@ class LateEngine:
         for name, param in module.named_parameters():
             if name in self._made_in:
                 param._zero_made_in = self._made_in[name]  # type: ignore[attr-defined]
-        return start_engine(module, self._world).enter_root_late(module, args, kwargs)
+        return start_engine(module, self.world).enter_root_late(module, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateEngine:
-        return LateEngine(self._world, self._made_in)
+        return LateEngine(self.world, self._made_in)
 
 
 def _is_late(model: nn.Module) -> bool:
@@ -250,6 +250,12 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
 
 
 def _world_at_rest(model: nn.Module) -> World | None:
+    """The ranks that a model without an engine was partitioned over as it was made."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for late in (hook, getattr(hook, "copied_as", None)):
+                if isinstance(late, LateEngine):
+                    return late.world
     for param in model.parameters():
         if isinstance(param, DTensor):
             return world_of(param)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_zero.engine.collectives import Rows
+from hf_zero.engine.collectives import Rows, divide
 from hf_zero.engine.exchange import Exchange
 from hf_zero.engine.order import ReductionOrder
 from hf_zero.engine.parameter import ZeroParameter
@@ -155,7 +155,7 @@ class Reducer:
             num_bytes += flat.numel() * sent_dtype(p, self.world).itemsize
             if p.is_sharded:
                 dtype = self.world.precision.reduce_for(p.compute_dtype)
-                output = flat.new_empty(p.layout.local_numel(p.rank), dtype=dtype)
+                output = p.rows_memory(dtype)
                 sharded.append(Rows(flat, p.layout))
                 outputs.append(output)
                 results.append((p, output, is_used))
@@ -178,11 +178,15 @@ class Reducer:
         assert collectives is not None
         match self.world.config.reduce_scatter:
             case True:
-                return collectives.reduce_scatter(items, outputs, unit)
+                return collectives.reduce_scatter(items, outputs, unit, self._divisor)
             case False:
-                return collectives.reduce_whole(items, outputs, unit)
+                return collectives.reduce_whole(items, outputs, unit, self._divisor)
             case "to_owner":
-                return collectives.reduce_to_owners(items, outputs, unit)
+                return collectives.reduce_to_owners(items, outputs, unit, self._divisor)
+
+    @property
+    def _divisor(self) -> int:
+        return self.world.num_ranks if self.world.config.gradient_reduction == "mean" else 1
 
     def _flat(self, p: ZeroParameter, grad: Tensor | None) -> Tensor:
         dtype = given_dtype(p, self.world)
@@ -199,8 +203,8 @@ class Reducer:
         for exchange in item.exchanges:
             exchange.wait()
         for p, rows, is_used in item.results:
-            if self.world.config.gradient_reduction == "mean":
-                rows.div_(self.world.num_ranks)
+            if not p.is_sharded:
+                divide(rows, self._divisor)
             if is_used:
                 p.add_grad(rows)
             elif id(p) in self._unused:

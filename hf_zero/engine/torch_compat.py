@@ -67,6 +67,11 @@ def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: in
     return cast(torch.UntypedStorage, storage[start_bytes : start_bytes + num_bytes])
 
 
+def is_used(storage: torch.UntypedStorage) -> bool:
+    """Whether anybody but the holder of this Python object uses the memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 1
+
+
 def tensor_on(storage: torch.UntypedStorage, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of `shape` over the memory of `storage` from `offset_bytes` on; a new version counter."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device)

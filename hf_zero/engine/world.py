@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import weakref
@@ -38,6 +39,7 @@ class World:
         collectives: the exchanges; None where there is one rank, and so nothing to exchange.
         default_group: torch's default process group, when this was made.
         models: the models partitioned over these ranks.
+        number: worlds are numbered as they are made.
     """
 
     config: ZeroConfig
@@ -47,6 +49,7 @@ class World:
     collectives: Collectives | None
     default_group: object = None
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    number: int = field(default_factory=itertools.count().__next__)
 
     @classmethod
     def create(cls, config: ZeroConfig, device: torch.device) -> World:
@@ -193,6 +196,7 @@ def world_of(param: DTensor) -> World | None:
     )  # not by its mesh: torch's caches hand out an equal one of another world
     if isinstance(world, World):
         return world
-    # A detached copy has lost the attribute; a world over the same ranks will do.
-    candidates = (each for each in _worlds if each.collectives is not None)
-    return next((each for each in candidates if each.collectives.mesh == param.device_mesh), None)  # type: ignore[union-attr]
+    # A detached or moved copy has lost the attribute; the last world over the same ranks will do, the same on every rank.
+    candidates = [each for each in _worlds if each.collectives is not None]
+    fitting = [each for each in candidates if each.collectives.mesh == param.device_mesh]  # type: ignore[union-attr]
+    return max(fitting, key=lambda each: each.number, default=None)
