@@ -20,7 +20,7 @@ from hf_zero.engine.grouping import Found, find_parameters, group
 from hf_zero.engine.hooks import Call, Entry, Hook, watch_plain_gradients
 from hf_zero.engine.order import GatherOrder
 from hf_zero.engine.parameter import ZeroParameter
-from hf_zero.engine.reduction import LocalReducer, Reducer, WholeReducer
+from hf_zero.engine.reduction import LocalReducer, Reducer, WholeReducer, ways
 from hf_zero.engine.state_dict import CutStateDict
 from hf_zero.engine.unit import Residency, Unit
 from hf_zero.engine.world import World
@@ -94,6 +94,7 @@ class ZeroEngine:
         with torch.inference_mode(False):
             self.anchor = torch.zeros((), device=world.device, requires_grad=True)
             self.parameters = [self._known(found) for found in find_parameters(model)]
+            self._ways = ways(self.parameters, world)
             self._by_param = {id(p.param): p for p in self.parameters}
             self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
             self._build(model)
@@ -296,7 +297,7 @@ class ZeroEngine:
         if not self._is_syncing and not self.world.config.policy.shards_gradients:
             return None
         trainable = {unit.index: unit for unit in self.units if unit.trainable()}
-        return Reducer(trainable, self.world, self._reduction_order, len(self.parameters))
+        return Reducer(trainable, self.world, self._reduction_order, self._ways)
 
     def _on_root_gradient(self, gradient: Tensor) -> None:
         if torch.is_grad_enabled():

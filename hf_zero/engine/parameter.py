@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -12,6 +13,32 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.engine import torch_compat
 from hf_zero.engine.layout import RowLayout
+
+
+class _GradientMemory:
+    """Memory of the reduced gradient of a rank's rows, kept from step to step.
+
+    Args:
+        flat: [elements of this rank].
+        shown: the same memory, as `param.grad` has it.
+    """
+
+    def __init__(self, flat: Tensor, shown: Tensor) -> None:
+        self.flat, self.shown = flat, shown
+        self._holders: tuple[int, ...] = ()
+
+    def count_holders(self) -> None:
+        """Remember that all who hold it now may go on to."""
+        self._holders = self._count()
+
+    def _count(self) -> tuple[int, ...]:
+        held = (self.flat, self.shown, torch_compat.local_of(self.shown))
+        return (*map(sys.getrefcount, held), torch_compat.num_users(self.flat))
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody else holds a tensor on this memory."""
+        return self._count() == self._holders
 
 
 @dataclass(eq=False)
@@ -41,7 +68,7 @@ class ZeroParameter:
     _shows_whole: bool = False
     version: int = 0  # of `param`, when the engine last knew it
     _seen: list[tuple[object, Tensor]] = field(default_factory=list)
-    _rows_memory: torch.UntypedStorage | None = None  # of the last reduced gradient
+    _gradient_memory: _GradientMemory | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -67,13 +94,6 @@ class ZeroParameter:
     def is_whole_elsewhere(self) -> bool:
         """Whether modules see a whole tensor that is not the engine's: inside `GatheredParameters`."""
         return not self._seen and any(module._parameters.get(name) is not self.param for module, name in self.locations)
-
-    def fill_own_rows(self, padded: Tensor) -> None:
-        """Write this rank's rows into its chunk of `padded` (flat, compute dtype), unless they live there already."""
-        start, stop = self.layout.local_span_in_chunk(self.rank)
-        own, local = padded[start:stop], self.local
-        if own.data_ptr() != local.data_ptr():
-            own.copy_(local.reshape(-1))
 
     def move_into(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
         """Let the rows at rest live inside a whole buffer, so that the optimizer writes where the gather reads."""
@@ -105,13 +125,18 @@ class ZeroParameter:
         Returns:
             [elements of this rank]
         """
-        numel = self.layout.local_numel(self.rank)
-        memory = self._rows_memory
-        if memory is None or memory.nbytes() != numel * dtype.itemsize or torch_compat.is_used(memory):
-            memory = torch.empty(numel, dtype=dtype, device=self.local.device).untyped_storage()
-            if self._rows_memory is None or not torch_compat.is_used(self._rows_memory):
-                self._rows_memory = memory
-        return torch_compat.tensor_on(memory, 0, (numel,), dtype)
+        memory = self._gradient_memory
+        if memory is None or memory.flat.dtype != dtype:
+            memory = self._gradient_memory = self._new_gradient_memory(dtype)
+            memory.count_holders()
+        elif self.param.grad is memory.shown or not memory.is_free:
+            return self._new_gradient_memory(dtype).flat
+        return memory.flat
+
+    @torch.inference_mode(False)
+    def _new_gradient_memory(self, dtype: torch.dtype) -> _GradientMemory:
+        flat = torch.empty(self.layout.local_numel(self.rank), dtype=dtype, device=self.local.device)
+        return _GradientMemory(flat, self._as_gradient(flat.view(self.local_shape)))
 
     def add_grad(self, flat: Tensor) -> None:
         """Add reduced gradients of this rank's rows to `param.grad`.
@@ -119,15 +144,17 @@ class ZeroParameter:
         Args:
             flat: [elements of this rank], reduce dtype; kept, if it becomes the gradient.
         """
-        rows = flat.view(self.local_shape).to(self.param.dtype)
-        if self.param.grad is None:
-            self._set_grad(rows)
+        memory = self._gradient_memory
+        if self.param.grad is not None:
+            torch_compat.local_of(self.param.grad).add_(flat.view(self.local_shape))
+        elif memory is not None and memory.flat is flat and flat.dtype == self.param.dtype:
+            self.param.grad = memory.shown
         else:
-            torch_compat.local_of(self.param.grad).add_(rows)
+            self.param.grad = self._as_gradient(flat.view(self.local_shape).to(self.param.dtype))
 
-    def _set_grad(self, rows: Tensor) -> None:
+    def _as_gradient(self, rows: Tensor) -> Tensor:
         param = self.param
-        param.grad = torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
+        return torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
 
     def add_whole_grad(self, grad: Tensor, dtype: torch.dtype) -> None:
         """Add this rank's own whole gradient of one micro-batch (stages 0 and 1 under `no_sync`).
@@ -153,12 +180,11 @@ class ZeroParameter:
         """
         if self.whole_grad is None:
             return
+        self._gradient_memory = None  # the whole gradient has its place
         if self.param.grad is None or (self._grad_seen is not None and self.param.grad is self._grad_seen[0]):
             start, stop = self.layout.span(self.rank)
             rows = self.whole_grad.reshape(-1)[start:stop].view(self.local_shape).to(self.param.dtype)
-            self.param.grad = None
-            self._set_grad(rows)
-            assert self.param.grad is not None
+            self.param.grad = self._as_gradient(rows)
             self._shows_whole = True
         grad = self.param.grad
         self._grad_seen = (grad, bool(torch_compat.local_of(grad).any()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,33 @@ def sent_dtype(p: ZeroParameter, world: World) -> torch.dtype:
     return world.precision.reduce_for(p.compute_dtype)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a parameter's gradient is reduced; facts that all ranks share.
+
+    Attributes:
+        given: dtype in which it is given to its exchange.
+        summed: dtype in which it is added up.
+        sent_bytes: of the whole gradient as it travels.
+    """
+
+    given: torch.dtype
+    summed: torch.dtype
+    sent_bytes: int
+
+
+def ways(parameters: Iterable[ZeroParameter], world: World) -> dict[int, Way]:
+    """The way of every parameter's gradient, by id."""
+    return {
+        id(p): Way(
+            given_dtype(p, world),
+            world.precision.reduce_for(p.compute_dtype),
+            p.layout.numel * sent_dtype(p, world).itemsize,
+        )
+        for p in parameters
+    }
+
+
 def _check_trainable(fingerprints: Iterable[int]) -> None:
     if len(set(fingerprints)) > 1:
         raise PartitionError(
@@ -78,13 +105,13 @@ class Reducer:
         units: all units with a trainable parameter, by number.
         world: the ranks; more than one.
         expected: the order of reductions, the same on every rank.
-        num_parameters: of the whole model, trainable or not.
+        ways: of every parameter of the model, trainable or not.
     """
 
     units: dict[int, Unit]
     world: World
     expected: Sequence[int]
-    num_parameters: int
+    ways: Mapping[int, Way]
     _order: ReductionOrder = field(init=False)
     _gradients: dict[int, deque[dict[int, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
@@ -149,13 +176,12 @@ class Reducer:
         results: list[tuple[ZeroParameter, Tensor, bool]] = []
         num_bytes = 0
         for p in unit.trainable():
-            grad = gradients.get(id(p))
+            grad, way = gradients.get(id(p)), self.ways[id(p)]
             is_used = grad is not None
-            flat = self._flat(p, grad)
-            num_bytes += flat.numel() * sent_dtype(p, self.world).itemsize
+            flat = self._flat(p, grad, way.given)
+            num_bytes += way.sent_bytes
             if p.is_sharded:
-                dtype = self.world.precision.reduce_for(p.compute_dtype)
-                output = p.rows_memory(dtype)
+                output = p.rows_memory(way.summed)
                 sharded.append(Rows(flat, p.layout))
                 outputs.append(output)
                 results.append((p, output, is_used))
@@ -188,8 +214,7 @@ class Reducer:
     def _divisor(self) -> int:
         return self.world.num_ranks if self.world.config.gradient_reduction == "mean" else 1
 
-    def _flat(self, p: ZeroParameter, grad: Tensor | None) -> Tensor:
-        dtype = given_dtype(p, self.world)
+    def _flat(self, p: ZeroParameter, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
         if grad is None:
             return torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
         return grad.to(dtype).reshape(-1)
@@ -214,7 +239,7 @@ class Reducer:
 
     def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
         used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
-        words = _words(used, self.num_parameters)
+        words = _words(used, len(self.ways))
         assert self.world.collectives is not None
         trail = self.world.collectives.trail
         flags = [int(has_leftover), int(self._order.is_unexpected()), _fingerprint(parameters), trail]

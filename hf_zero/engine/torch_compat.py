@@ -67,9 +67,9 @@ def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: in
     return cast(torch.UntypedStorage, storage[start_bytes : start_bytes + num_bytes])
 
 
-def is_used(storage: torch.UntypedStorage) -> bool:
-    """Whether anybody but the holder of this Python object uses the memory."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 1
+def num_users(tensor: Tensor) -> int:
+    """How many tensors and storages there are on the memory of `tensor`."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def tensor_on(storage: torch.UntypedStorage, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -28,6 +29,32 @@ class Residency(Enum):
     RELEASED = "released"
     GATHERING = "gathering"
     WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter's place in its unit's memory.
+
+    Attributes:
+        parameter: whose.
+        rows: the padded whole, flat, as the transport sees it.
+        own: this rank's rows of it.
+        whole: the whole, in its shape.
+    """
+
+    parameter: ZeroParameter
+    rows: Rows
+    own: Tensor
+    whole: Tensor
+
+
+def _fill_own_rows(slots: Iterable[_Slot]) -> None:
+    """Copy this rank's rows at rest into their place, in the compute dtype, unless they live there already."""
+    moved = [(slot.own, slot.parameter.local) for slot in slots]
+    moved = [(own, local) for own, local in moved if own.data_ptr() != local.data_ptr()]
+    if moved:
+        with torch.no_grad():
+            torch._foreach_copy_([own for own, _ in moved], [local for _, local in moved])
 
 
 class Lease:
@@ -88,8 +115,8 @@ class Unit:
         self._pending: list[Exchange] = []
         # A parameter that is whole at rest, in the compute dtype, is read where it lives.
         self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype]
-        offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
-        self._offsets = dict(zip(map(id, self._buffered), offsets, strict=True))
+        self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
+        self._slots: dict[int, _Slot] = {}  # id(ZeroParameter) -> its place, once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.config.policy.shards_parameters
         collectives = world.collectives
@@ -107,9 +134,9 @@ class Unit:
             self._storage = self._world.collectives.allocate(self.buffer_nbytes, f"unit {self.name!r}")
         else:
             self._storage.resize_(self.buffer_nbytes)
-        for p in self._buffered:
+        for p, offset in zip(self._buffered, self._offsets, strict=True):
             if p.is_sharded and p.param.dtype == p.compute_dtype:
-                p.move_into(self._storage, self._offsets[id(p)])
+                p.move_into(self._storage, offset)
 
     def trainable(self) -> list[ZeroParameter]:
         """The parameters that get gradients now."""
@@ -134,21 +161,26 @@ class Unit:
         self._wait()
         if not self.keeps_whole and not self.is_shared:
             self._memory.take(self._storage, self.buffer_nbytes)
-        chosen = self._buffered if only is None else [p for p in only if id(p) in self._offsets]
-        items = []
-        for p in chosen:
-            flat = self._flat(p)
-            p.fill_own_rows(flat)
-            if p.is_sharded:
-                items.append(Rows(flat, p.layout))
+        if not self._slots:
+            self._slots = self._make_slots()
+        chosen = self._slots.values() if only is None else [self._slots[id(p)] for p in only if id(p) in self._slots]
+        _fill_own_rows(chosen)
+        items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
         if items:
             assert self._world.collectives is not None
             self._pending.append(self._world.collectives.gather(items, self.name))
         self.residency = Residency.GATHERING
 
-    def _flat(self, p: ZeroParameter) -> Tensor:
-        # Made anew each time: autograd's saved views must not see the version counter that the transport bumps.
-        return torch_compat.tensor_on(self._storage, self._offsets[id(p)], (p.layout.padded_numel,), p.compute_dtype)
+    @torch.inference_mode(False)
+    def _make_slots(self) -> dict[int, _Slot]:
+        """The tensors over this unit's memory, made once: its storage keeps its identity as memory comes and goes."""
+        slots = {}
+        for p, offset in zip(self._buffered, self._offsets, strict=True):
+            flat = torch_compat.tensor_on(self._storage, offset, (p.layout.padded_numel,), p.compute_dtype)
+            start, stop = p.layout.local_span_in_chunk(p.rank)
+            whole = torch_compat.tensor_on(self._storage, offset, p.layout.shape, p.compute_dtype)
+            slots[id(p)] = _Slot(p, Rows(flat, p.layout), flat[start:stop].view(p.local_shape), whole)
+        return slots
 
     def _wait(self) -> None:
         while self._pending:
@@ -185,14 +217,9 @@ class Unit:
     def whole_tensors(self) -> list[Tensor]:
         """The whole parameters, in the compute dtype, as new tensors over the unit's memory; needs a lease."""
         assert self.is_whole, f"{self.name} is {self.residency.value}"
-        tensors = []
-        for p in self.parameters:
-            if id(p) in self._offsets:
-                offset = self._offsets[id(p)]
-                tensors.append(torch_compat.tensor_on(self._storage, offset, p.layout.shape, p.compute_dtype))
-            else:
-                tensors.append(p.local.detach())
-        return tensors
+        # `.data` gives each call a version counter of its own: the transport and other calls bump others.
+        slots = self._slots
+        return [slots[id(p)].whole.data if id(p) in slots else p.local.detach() for p in self.parameters]
 
     def changed(self, parameters: Iterable[ZeroParameter]) -> None:
         """`parameters` of this unit have new rows on every rank: whole tensors made before are old.
