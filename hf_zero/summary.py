@@ -16,7 +16,8 @@ class ModelStates:
     """Bytes that one rank holds between steps, by kind, and what it receives.
 
     Attributes:
-        parameters: rows or whole tensors at rest, and the whole copies that stages 0 to 2 compute with.
+        parameters: rows or whole tensors at rest, and the whole copies that stages 0 to 2 compute with; a rank's part of
+            those that the ranks of a host share.
         gradients: as they stand between micro-batches.
         optimizer: two states a trainable parameter, as Adam has.
         largest_unit: the most that a single unit takes while it is whole.
@@ -36,13 +37,15 @@ def model_states(engine: ZeroEngine) -> ModelStates:
     others = (world.num_ranks - 1) / world.num_ranks
     parameters = gradients = optimizer = 0
     gathered = reduced = 0.0
+    shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
     for p in engine.parameters:
         own = p.layout.local_numel(p.rank)
-        has_copy = bool(engine.units) and not policy.shards_parameters and (p.is_sharded or _casts(p))
+        stays_whole = not policy.shards_parameters or id(p) in shared
+        has_copy = bool(engine.units) and stays_whole and (p.is_sharded or _casts(p))
         shares = p.is_sharded and not _casts(p)  # the rows lie inside the whole copy
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
-        parameters += p.whole_nbytes if has_copy else 0
-        if p.is_sharded:
+        parameters += p.whole_nbytes // (world.num_ranks if id(p) in shared else 1) if has_copy else 0
+        if p.is_sharded and id(p) not in shared:
             gathered += p.whole_nbytes * others
         if not p.param.requires_grad:
             continue

@@ -439,3 +439,22 @@ def facts_of_copies() -> list[bool]:
 
 def test_copies_of_a_constructed_model_are_models_of_their_own() -> None:
     assert run_ranks(facts_of_copies, 2) == [[True] * 7] * 2
+
+
+def moved_models() -> list[str]:
+    """Two models under Init, each given to `shard_model` after it was moved, which drops parameters' attributes."""
+    models = []
+    for stage in (1, 3):
+        with hf_zero.Init({"stage": stage, "timeout_s": 20.0}):
+            models.append(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    found = []
+    for model in models:
+        for param in model.parameters():
+            vars(param).clear()
+        found.append(str(hf_zero.shard_model(model.to("cpu")).world.config.stage))
+    return found
+
+
+def test_a_moved_model_is_still_that_of_its_own_ranks_and_configuration() -> None:
+    for num_ranks in (1, 2):
+        assert all(found == ["1", "3"] for found in run_ranks(moved_models, num_ranks))

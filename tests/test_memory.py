@@ -261,3 +261,37 @@ def test_units_kept_from_forward_to_backward_are_all_whole_at_once() -> None:
     for found in run_ranks(gathered, 2, {"prefetch_bytes": 0, "reshard_after_forward": False}):
         assert found.peaks[0] == sum(found.units)
         assert found.peaks[-1] == max(found.units)  # an evaluation keeps none
+
+
+# --- allocations ----------------------------------------------------------------------------------------------------
+
+_LARGE = 2**20
+
+
+def large_allocations(config: dict[str, Any] | None) -> list[int]:
+    """Runs on a rank: how many tensors of more than a MiB the third and the fourth step allocate."""
+    width, rank = 400, dist.get_rank()  # weights of 1.2 MiB, activations far below
+    torch.manual_seed(0)
+    model = Stack(width)
+    if config is not None:
+        hf_zero.shard_model(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    found = []
+    for step in range(4):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            model(**stack_batch(step, rank, width)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        found.append(sum(event.nbytes() > _LARGE for event in events))
+    return found[2:]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"stage": stage, "collectives": "host"} for stage in (1, 2, 3)]
+    + [{"stage": stage, "collectives": "pairwise"} for stage in (1, 2)],
+    ids=str,
+)
+def test_engine_allocates_nothing_large_beyond_plain_training(config: dict[str, Any]) -> None:
+    assert run_ranks(large_allocations, 2, config) == run_ranks(large_allocations, 2, None)

@@ -99,6 +99,14 @@ def test_traffic_is_that_of_the_exchange_asked_for(choice: bool | str, share: in
         assert f"pairwise on gloo, reduce_scatter: {str(choice).lower()}" in found["text"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_that_ranks_share_count_once_and_do_not_move(stage: int) -> None:
+    for found in run_ranks(measure, RANKS, stage, "float32", collectives="host"):
+        assert found["states"]["parameters"] == 4 * NUMEL // RANKS
+        assert found["states"]["traffic"] == 4 * NUMEL // 2
+        assert found["gathered"] >= 4 * NUMEL and "host on gloo" in found["text"]
+
+
 def test_the_text_is_short_and_names_what_counts() -> None:
     text = run_ranks(measure, RANKS, 3, "bfloat16")[0]["text"]
     lines = text.splitlines()

@@ -85,8 +85,8 @@ def fastest(candidates: Sequence[Collectives]) -> Collectives:
         seconds = [_seconds(each) for each in candidates]
         order = sorted(range(len(names)), key=seconds.__getitem__)
         mib = sum(UNIT_BYTES) / 2**20
-        times = ", ".join(f"{names[i]} {seconds[i] * 1e3:.1f} ms" for i in order)
-        reason = f"auto: to gather and reduce {mib:.0f} MiB takes {times}"
+        times = ", ".join(f"{names[i]} {seconds[i] * 1e3:.1f}" for i in order)
+        reason = f"auto; ms for {mib:.0f} MiB: {times}"
         _choice = _Choice(weakref.ref(dist.group.WORLD), names, names[order[0]], reason)
     chosen = next(each for each in candidates if each.name == _choice.chosen)
     chosen.reason = _choice.reason

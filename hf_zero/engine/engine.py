@@ -452,9 +452,11 @@ class ZeroEngine:
 
     # --- changes of parameters ----------------------------------------------------------------------------------
 
-    def before_step(self, params: Iterable[Tensor]) -> None:
-        """An optimizer that holds `params` is about to step, on every rank."""
-        if any(map(self.find, params)):
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step, on every rank."""
+        if any(map(self.find, _params_of(optimizer))):
+            if self.world.partitions:
+                _choose_fused(optimizer)
             self._before_write("the optimizer's step")
 
     def _before_write(self, what: str) -> None:
@@ -472,7 +474,7 @@ class ZeroEngine:
 
     def _changed(self, changed: list[ZeroParameter]) -> None:
         chosen = {id(p) for p in changed}
-        for unit in self.units:
+        for unit in sorted(self.units, key=self._order.first_uses("forward")):
             members = [p for p in unit.parameters if id(p) in chosen]
             if members:
                 unit.changed(members)
@@ -526,6 +528,17 @@ def _refuse_create_graph() -> None:
     )
 
 
+def _choose_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let Adam and AdamW run fused where the user has not said how: several times faster on a CPU, and in place."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
+        return
+    for param_group in optimizer.param_groups:
+        is_open = param_group.get("fused") is None and param_group.get("foreach") is None
+        is_plain = not param_group.get("capturable") and not param_group.get("differentiable")
+        if is_open and is_plain and all(param.is_floating_point() for param in param_group["params"]):
+            param_group["fused"] = True
+
+
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for engine in live_engines():
         for param in _params_of(optimizer):
@@ -535,7 +548,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"the optimizer holds {name!r} as it was before the model was partitioned, so it would train nothing: "
                     "make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
                 )
-        engine.before_step(_params_of(optimizer))
+        engine.before_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

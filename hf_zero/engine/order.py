@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass
@@ -60,6 +61,12 @@ class ReductionOrder:
         return not all(unit in remaining for unit in self._seen)
 
 
+class Indexed(Protocol):
+    """What has a number."""
+
+    index: int
+
+
 @dataclass
 class GatherOrder:
     """Remembers in which order units were gathered in a pass, and tells which ones come next.
@@ -88,6 +95,14 @@ class GatherOrder:
     def abandon(self) -> None:
         """The pass broke off: the record stays as it was."""
         self._kind, self._now, self._expected, self._position = None, [], (), 0
+
+    def first_uses(self, kind: str) -> Callable[[Indexed], int]:
+        """A sort key: what the last pass of `kind` used first comes first, and what it did not use last."""
+        recorded = self.recorded.get(kind, [])
+        places: dict[int, int] = {}
+        for place, index in enumerate(recorded):
+            places.setdefault(index, place)
+        return lambda each: places.get(each.index, len(recorded) + each.index)
 
     @property
     def is_recording(self) -> bool:

@@ -92,6 +92,11 @@ def forget_old_groups(default_group: object) -> None:
         _cached_for = None if default_group is None else weakref.ref(default_group)
 
 
+def is_profiling() -> bool:
+    """Whether torch's profiler records now."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass just now."""
     return torch._C._current_graph_task_id() != -1

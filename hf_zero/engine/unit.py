@@ -230,6 +230,8 @@ class Unit:
         self.is_kept = False
         if self.keeps_whole:
             self.start_gather(parameters)
+            if torch_compat.is_profiling():
+                self._wait()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does
         elif self._leases or self.is_shared:
             self._wait()
             self.residency = Residency.RELEASED  # a graph may still hold the old bytes; the next use gathers again

@@ -1051,3 +1051,22 @@ def _twice(stage: int) -> None:
 @_ALL
 def test_second_shard_model_gives_the_same_engine_or_refuses_another_config(stage: int) -> None:
     run_ranks(_twice, 2, stage)
+
+
+def _chosen(options: dict[str, Any], stage: int) -> Any:
+    model = Net()
+    zero.shard_model(model, zero.ZeroConfig(stage=stage))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    square_loss(model, batch(dist.get_rank(), 0)).backward()
+    optimizer.step()
+    return optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize(
+    ("options", "stage", "fused"),
+    [({}, 3, True), ({}, 1, True), ({}, 0, None), ({"foreach": False}, 3, None), ({"fused": False}, 3, False)],
+)
+def test_adam_is_fused_where_parameters_are_partitioned_and_the_user_has_not_said_how(
+    options: dict[str, Any], stage: int, fused: bool | None
+) -> None:
+    assert run_ranks(_chosen, 2, options, stage) == [fused, fused]

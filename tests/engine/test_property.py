@@ -288,6 +288,8 @@ class _Draw:
             "compute_dtype": {"mixed": "float32", "bfloat16": "bfloat16"}.get(self.precision, "auto"),
             "timeout_s": 20.0,
         }
+        if self.seed % 3 == 0:
+            config["collectives"] = "host"
         if self.stage:
             config["reduce_scatter"] = (True, False, True, "to_owner")[self.seed % 4]
         if self.maybe(0.15):
@@ -726,7 +728,7 @@ class _Run:
             assert engine._root_depth == 0
             for unit in engine.units:
                 assert not unit.is_leased, f"{unit.name} is leased"
-                may_stay = unit.keeps_whole or not self.case.config.get("reshard_after_forward")
+                may_stay = unit.keeps_whole or unit.is_shared or not self.case.config.get("reshard_after_forward")
                 assert may_stay or unit.residency.value == "released", f"{unit.name} is {unit.residency}"
             for p in engine.parameters:
                 assert not p._seen, f"{p.name} is still seen by a call"
@@ -746,6 +748,8 @@ class _Run:
             assert all(engine.memory.bytes == 0 for engine in self.engines)
         if not (is_plain and op.forwards == 1 and config.get("reshard_after_forward")):
             return
+        if config["collectives"] == "host":
+            return  # nothing is gathered: the whole parameters lie in memory that the ranks share
         for engine in self.engines:
             needed = max(_bytes_needed(engine))
             assert 0 < engine.memory.peak_bytes <= needed + config["prefetch_bytes"], (
