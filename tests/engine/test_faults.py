@@ -35,7 +35,7 @@ from tests.ranks import RankFailure, _workers, run_ranks
 _CHOICES = ("native", "pairwise", "host")
 _ANY_CHOICE = pytest.mark.parametrize("choice", _CHOICES)
 _WIDTH = 5  # rows that two ranks cannot share alike
-_NUM_STEPS = {"native": 20, "pairwise": 30, "host": 100}  # most where ranks see each other's memory
+_NUM_STEPS = {"native": 10, "pairwise": 20, "host": 60}  # most where ranks see each other's memory
 _LONG_S = 60.0  # a rank that waits this long is killed by the pool, and the test fails
 
 
@@ -126,16 +126,8 @@ def _delays(training: _Training) -> Iterator[None]:
         stack.enter_context(mock.patch.object(training.optimizer, "step", paused(training.optimizer.step)))
         for module in training.model.modules():
             if not list(module.children()):
-                stack.enter_context(contextlib.closing(_Closing(module.register_forward_hook(pause_in_backward))))
+                stack.callback(module.register_forward_hook(pause_in_backward).remove)
         yield
-
-
-@dataclass
-class _Closing:
-    handle: Any
-
-    def close(self) -> None:
-        self.handle.remove()
 
 
 def _train(choice: str, stage: int, compute_dtype: str | None, is_delayed: bool) -> tuple[list[float], list[Tensor]]:
@@ -152,7 +144,7 @@ def _race(choice: str, stage: int, compute_dtype: str | None) -> None:
     differing = [step for step, pair in enumerate(zip(losses, expected_losses, strict=True)) if pair[0] != pair[1]]
     assert not differing, f"first at loss {differing[0]} of {len(losses)}"
     assert all(torch.equal(left, right) for left, right in zip(rows, expected_rows, strict=True))
-    assert losses[-2] < losses[0]
+    assert len(set(losses)) == len(losses)
 
 
 @_ANY_CHOICE
