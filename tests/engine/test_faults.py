@@ -130,31 +130,40 @@ def _delays(training: _Training) -> Iterator[None]:
         yield
 
 
-def _train(choice: str, stage: int, compute_dtype: str | None, is_delayed: bool) -> tuple[list[float], list[Tensor]]:
+def _train(
+    choice: str, stage: int, compute_dtype: str | None, is_delayed: bool, num_steps: int
+) -> tuple[list[float], list[Tensor]]:
     training = _Training(choice, stage, compute_dtype)
     with _delays(training) if is_delayed else contextlib.nullcontext():
-        for _ in range(_NUM_STEPS[choice]):
+        for _ in range(num_steps):
             training.step()
     return training.losses, training.rows()
 
 
-def _race(choice: str, stage: int, compute_dtype: str | None) -> None:
-    expected_losses, expected_rows = _train(choice, stage, compute_dtype, is_delayed=False)
-    losses, rows = _train(choice, stage, compute_dtype, is_delayed=True)
+def _race(choice: str, stage: int, compute_dtype: str | None, num_steps: int) -> None:
+    expected_losses, expected_rows = _train(choice, stage, compute_dtype, False, num_steps)
+    losses, rows = _train(choice, stage, compute_dtype, True, num_steps)
     differing = [step for step, pair in enumerate(zip(losses, expected_losses, strict=True)) if pair[0] != pair[1]]
     assert not differing, f"first at loss {differing[0]} of {len(losses)}"
     assert all(torch.equal(left, right) for left, right in zip(rows, expected_rows, strict=True))
-    assert len(set(losses)) == len(losses)
+    assert len(set(losses)) > len(losses) // 4  # it trains; in bfloat16 some losses repeat
 
 
 @_ANY_CHOICE
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_with_ranks_out_of_step_has_the_same_bits(choice: str, stage: int) -> None:
-    run_ranks(_race, 2, choice, stage, None)
+    run_ranks(_race, 2, choice, stage, None, _NUM_STEPS[choice])
+
+
+@pytest.mark.slow
+@_ANY_CHOICE
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_with_ranks_out_of_step_has_the_same_bits_after_200_steps(choice: str, stage: int) -> None:
+    run_ranks(_race, 2, choice, stage, None, 200, timeout_s=300)
 
 
 def test_training_with_ranks_out_of_step_has_the_same_bits_when_rows_are_cast() -> None:
-    run_ranks(_race, 2, "host", 3, "bfloat16")
+    run_ranks(_race, 2, "host", 3, "bfloat16", _NUM_STEPS["host"])
 
 
 # --- ranks that stall or die ----------------------------------------------------------------------------------------
