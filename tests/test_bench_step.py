@@ -54,7 +54,7 @@ def test_packages_that_are_absent_are_named_with_their_pip_line(monkeypatch: pyt
     assert result.skipped == {"deepspeed2": "pip install deepspeed"} and not result.runs
 
 
-@pytest.mark.parametrize("engine", ["zero4", "ddp:pairwise", "zero-redundancy-optimizer:host", ""])
+@pytest.mark.parametrize("engine", ["zero4", "zero3:quantum", "ddp:pairwise", "zero-redundancy-optimizer:host", ""])
 def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str) -> None:
     with pytest.raises(BenchError, match="is not known; choose from local, ddp, zero0"):
         dataclasses.replace(_PLAN, engines=(engine,))
@@ -70,10 +70,22 @@ def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureF
     ).save_pretrained(tmp_path)
     words = ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "8", "--steps", "2", "--rounds", "1"]
     file = tmp_path / "runs.json"
-    code = main(["bench", "step", *words, "--engines", "ddp,zero3:host", "--checkpointing", "--json", str(file)])
+    code = main(
+        ["bench", "step", *words, "--engines", "ddp,zero3:host,zero3:none", "--checkpointing", "--json", str(file)]
+    )
     table = capsys.readouterr().out
-    assert code == 0 and table.count("as ddp") == 2
+    assert code == 0 and table.count("as ddp") == 2 and table.count("INVALID") == 1
     content = json.loads(file.read_text())
     runs = content["runs"]
     assert len(runs["ddp"][0]["losses"]) == 5 and runs["zero3:host"][0]["moved_bytes"] > 0
     assert content["plan"]["steps"] == 2
+
+
+def test_every_exchange_is_measured_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "comm.json"
+    assert main(["bench", "comm", "--sizes", "0.1,1", "--repeats", "1", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert all([each[0] for each in timings] == [104856, 2**20] for timings in found["timings"].values())
+    assert set(found["timings"]) >= {"pairwise", "native"} and found["chosen"] in found["timings"]
+    assert f"auto takes {found['chosen']}" in capsys.readouterr().out
+    assert main(["bench", "comm", "--ranks", "1"]) == 1

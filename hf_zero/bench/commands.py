@@ -50,8 +50,8 @@ def _add_bench_step(kinds: Any) -> None:
     step.add_argument(
         "--engines",
         default="local,ddp,zero0,zero1,zero2,zero3,fsdp2",
-        help="comma list of local, ddp, zero0..zero3 (zero3:pairwise names the exchange), fsdp2, fsdp2-noreshard, "
-        "zero-redundancy-optimizer, fairscale-oss, fairscale-sdp, deepspeed1..deepspeed3; local exchanges nothing",
+        help="comma list of local (exchanges nothing), ddp, zero0..zero3 (zero3:pairwise names the exchange, zero3:none has "
+        "none), fsdp2, fsdp2-noreshard, zero-redundancy-optimizer, fairscale-oss, fairscale-sdp, deepspeed1..deepspeed3",
     )
     step.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     step.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against memory (needs matplotlib)")

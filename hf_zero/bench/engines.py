@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.engine.exchange import Exchange
 from hf_zero.ledger import Ledger
 
 _LEARNING_RATE = 1e-4
+_EXCHANGES = ("host", "pairwise", "native", "none")
 _PACKAGES = {"fairscale": "fairscale", "deepspeed": "deepspeed"}  # by the first word of an engine's name
 
 
@@ -75,9 +77,9 @@ def missing_package(engine: str) -> str | None:
 
 
 def known(engine: str) -> bool:
-    """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise."""
+    """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise, or "none"."""
     name, _, exchange = engine.partition(":")
-    return name in ENGINES and (not exchange or (name.startswith("zero") and name[4:].isdigit()))
+    return name in ENGINES and (not exchange or (name[4:].isdigit() and exchange in _EXCHANGES))
 
 
 def build(engine: str, setup: Setup) -> Training:
@@ -116,11 +118,16 @@ def _ddp(setup: Setup) -> Training:
 
 
 def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
+    """With the exchange "none" every rank goes its own way: what is left is the cost of the engine itself."""
     dtype = str(setup.dtype).removeprefix("torch.")
-    with hf_zero.Init({"stage": stage, "collectives": exchange, "compute_dtype": dtype}):
+    collectives = "pairwise" if exchange == "none" else exchange
+    with hf_zero.Init({"stage": stage, "collectives": collectives, "compute_dtype": dtype}):
         model = setup.make_model()
     model = model.to(setup.device)
     engine = hf_zero.shard_model(model)
+    if exchange == "none" and engine.world.collectives is not None:
+        for kind in ("gather", "reduce_scatter"):
+            setattr(engine.world.collectives, kind, lambda *_: Exchange("nothing", 0.0))
     training = _training(model, _adamw(model.parameters()), setup)
     training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
     return training

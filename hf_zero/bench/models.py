@@ -10,8 +10,16 @@ from hf_zero.bench.processes import BenchError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
+def _thin(num_layers: int) -> dict[str, int]:
+    """Layers that compute next to nothing: what is left is the cost of running them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "vocab_size": 256}
+    return sizes | {"num_hidden_layers": num_layers}
+
+
 # Arguments of a LlamaConfig.
 SIZES: dict[str, dict[str, int]] = {
+    **{f"llama-thin-{layers}": _thin(layers) for layers in (8, 16, 32)},
     "llama-10m": {
         "hidden_size": 256,
         "intermediate_size": 688,

@@ -246,11 +246,16 @@ class Board:
         rank: this rank.
         own: memory of `BOARD_BYTES` that the peers have mapped.
         peers: pid and mapped board of every other rank.
+
+    Raises:
+        OSError: this kernel cannot tell whether a process lives.
     """
 
     def __init__(self, rank: int, own: mmap.mmap, peers: dict[int, tuple[int, mmap.mmap]]) -> None:
         self.pid_of = {peer: pid for peer, (pid, _) in peers.items()} | {rank: os.getpid()}
-        self._handles = {peer: os.pidfd_open(pid) for peer, (pid, _) in peers.items()}
+        self._handles: dict[int, int] = {}
+        for peer, (pid, _) in peers.items():
+            self._handles[peer] = os.pidfd_open(pid)
         self._peers = [
             Peer(peer, pid, memoryview(memory).cast("q"), self._handles[peer]) for peer, (pid, memory) in peers.items()
         ]

@@ -170,7 +170,7 @@ class Collectives(ABC):
                 if not message.numel():
                     continue
                 call = partial(dist.reduce, message, group=self.group, group_dst=owner, async_op=True)
-                parts.append(Part(self._start(description, call), None))
+                parts.append(self._part(self._start(description, call)))
                 messages.append(message)
                 if owner == self.rank:
                     arrivals.append(([output for _, output in chosen], message))
@@ -201,7 +201,7 @@ class Collectives(ABC):
         parts = []
         for tensor in tensors:
             work = self._start(description, partial(dist.all_reduce, tensor, group=self.group, async_op=True))
-            parts.append(Part(work, None))
+            parts.append(self._part(work))
         return Exchange(description, self.timeout_s, parts, entry, finish, keep=tensors)
 
     def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
@@ -213,7 +213,7 @@ class Collectives(ABC):
         description = self._describe(f"broadcast from rank {source}", unit)
         flat = tensor.contiguous()
         work = self._start(description, lambda: dist.broadcast(flat, group=self.group, group_src=source, async_op=True))
-        Exchange(description, self.timeout_s, [Part(work, None)], entry).wait()
+        Exchange(description, self.timeout_s, [self._part(work)], entry).wait()
         if flat is not tensor:
             tensor.copy_(flat)
 
@@ -284,6 +284,9 @@ class Collectives(ABC):
         slots = len(_TAG_KINDS)
         first = zlib.crc32(f"{self._tags_used[kind]} {unit}".encode())
         return [(first + step) % (2**31 // slots) * slots + _TAG_KINDS.index(kind) for step in range(count)]
+
+    def _part(self, work: dist.Work) -> Part:
+        return Part(work, None, is_on_device=self.device.type != "cpu")
 
     def _start(self, description: str, call: Callable[[], dist.Work | None]) -> dist.Work:
         try:

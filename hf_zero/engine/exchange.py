@@ -15,10 +15,25 @@ from hf_zero.ledger import Entry
 
 @dataclass(frozen=True)
 class Part:
-    """One point of an exchange that has to be waited for: torch's handle, and the peer it depends on (None: all)."""
+    """One point of an exchange that has to be waited for.
+
+    Attributes:
+        work: torch's handle.
+        peer: the rank that it depends on; None: all.
+        is_on_device: it runs on a stream of a GPU. The stream that computes then waits, not this process, which a time given
+            to torch would stop; a late peer is found by the process group's own watchdog.
+    """
 
     work: dist.Work
     peer: int | None
+    is_on_device: bool = False
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        """Wait, or let the computing stream wait."""
+        if self.is_on_device:
+            self.work.wait()
+        else:
+            self.work.wait(timeout)
 
 
 class Exchange:
@@ -58,7 +73,7 @@ class Exchange:
         timeout = datetime.timedelta(seconds=self._timeout_s)
         for part in self._parts:
             try:
-                part.work.wait(timeout)
+                part.wait(timeout)
             except RuntimeError as error:
                 raise named(error, self._description, part.peer, self._timeout_s) from error
         if self._finish is not None:

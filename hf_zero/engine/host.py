@@ -30,6 +30,7 @@ _REASONS = (
     "the parameters are not in the host's memory",
     "a rank cannot open the others' shared memory (they are on another host, or isolated from each other)",
     "a rank may not read the others' memory (the system call process_vm_readv is forbidden)",
+    "a rank cannot see whether the others live (the system call pidfd_open is missing or forbidden)",
 )
 
 
@@ -72,7 +73,7 @@ class HostCollectives(Collectives):
         pid, descriptor = self.agree(handle, f"shared memory of {label}")[0]
         if self.rank != 0 and pid:
             try:
-                memory = host_memory.attach(pid, descriptor, num_bytes)
+                memory = host_memory.attach(pid, descriptor, num_bytes, writes=True)
             except host_memory.PeerMemoryError as error:
                 problem = str(error)
         failed = [rank for rank, (flag,) in enumerate(self.agree([int(memory is None)], label)) if flag]
@@ -250,18 +251,22 @@ def connect(meeting: Collectives) -> Board | str:
         if code or rank == meeting.rank:
             continue
         try:
-            memory = host_memory.attach(pid, number, BOARD_BYTES)
+            memory = host_memory.attach(pid, number, BOARD_BYTES, writes=False)
             code = 0 if memoryview(memory).cast("q")[0] == expected else 3
             peers[rank] = (pid, memory)
         except host_memory.PeerMemoryError:
             code = 3
         code = code or _probe(pid, address, value)
+    board = None
+    if not code and own is not None:
+        try:
+            board = Board(meeting.rank, own, peers)
+        except OSError:
+            code = 5
     code = max(code for (code,) in meeting.agree([code], "reading the memory of the host"))
     if descriptor >= 0:
         os.close(descriptor)
-    if code or own is None:
-        return _REASONS[code]
-    return Board(meeting.rank, own, peers)
+    return _REASONS[code] if code or board is None else board
 
 
 def _probe(pid: int, address: int, expected: int) -> int:

@@ -94,15 +94,15 @@ def create(num_bytes: int) -> tuple[int, mmap.mmap]:
         raise PeerMemoryError(f"no shared memory of {num_bytes} bytes: {error}") from error
 
 
-def attach(pid: int, descriptor: int, num_bytes: int) -> mmap.mmap:
-    """Map what process `pid` has made with `create`.
+def attach(pid: int, descriptor: int, num_bytes: int, writes: bool) -> mmap.mmap:
+    """Map what process `pid` has made with `create`, to read it, or to write to it as well.
 
     Raises:
         PeerMemoryError: it cannot be opened.
     """
     try:
-        with open(f"/proc/{pid}/fd/{descriptor}", "r+b", buffering=0) as file:
-            return mmap.mmap(file.fileno(), num_bytes)
+        with open(f"/proc/{pid}/fd/{descriptor}", "r+b" if writes else "rb", buffering=0) as file:
+            return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise PeerMemoryError(f"the shared memory of process {pid} cannot be opened: {error}") from error
 

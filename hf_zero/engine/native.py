@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.engine.collectives import Collectives, Rows, divide
-from hf_zero.engine.exchange import Exchange, Part
+from hf_zero.engine.exchange import Exchange
 
 
 class NativeCollectives(Collectives):
@@ -28,7 +28,7 @@ class NativeCollectives(Collectives):
                 continue
             own = item.flat[self.rank * chunk : (self.rank + 1) * chunk]
             work = self._start(description, partial(self._gather_around, item.flat, own))
-            parts.append(Part(work, None))
+            parts.append(self._part(work))
             received += item.flat.nbytes - own.nbytes
         return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), keep=items)
 
@@ -59,7 +59,7 @@ class NativeCollectives(Collectives):
                 copies.append((output, chunk[: output.numel()]))
             call = partial(dist.reduce_scatter_tensor, chunk, padded, group=self.group, async_op=True)
             work = self._start(description, call)
-            parts.append(Part(work, None))
+            parts.append(self._part(work))
             keep.append((padded, chunk))
             received += padded.nbytes - chunk.nbytes
 

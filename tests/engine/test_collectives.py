@@ -1,5 +1,6 @@
 """The exchanges between ranks: what they compute, what they count, and what they say when ranks do not agree."""
 
+import datetime
 import itertools
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.engine.collectives import Collectives, Rows
+from hf_zero.engine.exchange import Exchange, Part
 from hf_zero.engine.layout import RowLayout
 from hf_zero.engine.pairwise import _WIDENED_NUMEL
 from hf_zero.engine.transport import make_collectives
@@ -369,3 +371,21 @@ def _packed(num_small: int) -> int:
 def test_small_parameters_travel_in_one_message() -> None:
     assert run_ranks(_packed, 2, 0) == [2, 2]  # one sent, one received
     assert run_ranks(_packed, 2, 9) == [4, 4]
+
+
+class _Recorded:
+    """A handle that remembers how it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[object, ...]] = []
+
+    def wait(self, *args: object) -> None:
+        self.waits.append(args)
+
+
+def test_waiting_for_work_on_a_device_does_not_stop_the_process() -> None:
+    host, device = _Recorded(), _Recorded()
+    parts = [Part(host, None), Part(device, None, is_on_device=True)]  # type: ignore[arg-type]
+    Exchange("gather of 'unit'", 3.0, parts).wait()
+    assert host.waits == [(datetime.timedelta(seconds=3),)]  # torch blocks the process when it is given a time
+    assert device.waits == [()]

@@ -288,8 +288,12 @@ class _Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def _refuse(*_: object) -> None:
+def _refuse(*_: object, **__: object) -> None:
     raise host_memory.PeerMemoryError("refused")
+
+
+def _refuse_handle(*_: object) -> None:
+    raise OSError("refused")
 
 
 def _unreadable(function: str, choice: str) -> tuple[str, list[str], int]:
@@ -300,7 +304,9 @@ def _unreadable(function: str, choice: str) -> tuple[str, list[str], int]:
     try:
         with contextlib.ExitStack() as stack:
             if dist.get_rank() == 1:
-                stack.enter_context(mock.patch.object(host_memory, function, _refuse))
+                is_call = function == "pidfd_open"
+                refusal = mock.patch.object(os, function, _refuse_handle) if is_call else None
+                stack.enter_context(refusal or mock.patch.object(host_memory, function, _refuse))
             made = make_collectives(choice, torch.device("cpu"), _LONG_S, Ledger())
     finally:
         logger.removeHandler(records)
@@ -312,7 +318,12 @@ def _unreadable(function: str, choice: str) -> tuple[str, list[str], int]:
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [("read", "process_vm_readv"), ("attach", "cannot open the others'"), ("create", "cannot open the others'")],
+    [
+        ("read", "process_vm_readv"),
+        ("attach", "cannot open the others'"),
+        ("create", "cannot open the others'"),
+        ("pidfd_open", "pidfd_open"),
+    ],
 )
 def test_ranks_that_cannot_share_memory_fall_back_together_and_say_why(function: str, reason: str) -> None:
     for name, messages, num_left in run_ranks(_unreadable, 2, function, "host"):
