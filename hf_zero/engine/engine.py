@@ -18,7 +18,7 @@ from hf_zero.engine import torch_compat
 from hf_zero.engine.buffers import GatheredMemory
 from hf_zero.engine.grouping import Found, find_parameters, group
 from hf_zero.engine.hooks import Call, Entry, Hook, watch_plain_gradients
-from hf_zero.engine.order import GatherOrder
+from hf_zero.engine.order import GatherOrder, first_uses
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reduction import LocalReducer, Reducer, WholeReducer, ways
 from hf_zero.engine.state_dict import CutStateDict
@@ -474,7 +474,7 @@ class ZeroEngine:
 
     def _changed(self, changed: list[ZeroParameter]) -> None:
         chosen = {id(p) for p in changed}
-        for unit in sorted(self.units, key=self._order.first_uses("forward")):
+        for unit in map(self.units.__getitem__, first_uses(self._reduction_order)):
             members = [p for p in unit.parameters if id(p) in chosen]
             if members:
                 unit.changed(members)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 
 @dataclass
@@ -61,10 +60,14 @@ class ReductionOrder:
         return not all(unit in remaining for unit in self._seen)
 
 
-class Indexed(Protocol):
-    """What has a number."""
+def first_uses(reductions: Sequence[int]) -> list[int]:
+    """Units in the order in which a forward first needs them: what is reduced last is used first.
 
-    index: int
+    Args:
+        reductions: the agreed order of reductions, with every unit. What a rank has recorded of its own forward will not do:
+            ranks may use other units, and must gather alike.
+    """
+    return list(dict.fromkeys(reversed(reductions)))
 
 
 @dataclass
@@ -95,14 +98,6 @@ class GatherOrder:
     def abandon(self) -> None:
         """The pass broke off: the record stays as it was."""
         self._kind, self._now, self._expected, self._position = None, [], (), 0
-
-    def first_uses(self, kind: str) -> Callable[[Indexed], int]:
-        """A sort key: what the last pass of `kind` used first comes first, and what it did not use last."""
-        recorded = self.recorded.get(kind, [])
-        places: dict[int, int] = {}
-        for place, index in enumerate(recorded):
-            places.setdefault(index, place)
-        return lambda each: places.get(each.index, len(recorded) + each.index)
 
     @property
     def is_recording(self) -> bool:

@@ -1,12 +1,11 @@
 """The orders: whatever each rank's backward does, all ranks reduce alike; a gather order foretells what it has seen."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.engine.order import GatherOrder, ReductionOrder
+from hf_zero.engine.order import GatherOrder, ReductionOrder, first_uses
 
 _EXPECTED = st.lists(st.integers(0, 5), max_size=8)
 _READY = st.lists(st.integers(0, 5), max_size=10)
@@ -104,18 +103,6 @@ def test_broken_pass_and_other_kinds_leave_the_record_alone(recorded, other):
     assert list(order.use(recorded[0])) == recorded[1:]
 
 
-@dataclass
-class _Numbered:
-    index: int
-
-
-def test_first_uses_puts_the_last_pass_first_and_what_it_did_not_use_last() -> None:
-    order = GatherOrder()
-    units = [_Numbered(index) for index in range(4)]
-    assert [unit.index for unit in sorted(units, key=order.first_uses("forward"))] == [0, 1, 2, 3]
-    order.begin("forward")
-    for index in (3, 1, 3, 2):
-        order.use(index)
-    order.end()
-    assert [unit.index for unit in sorted(units, key=order.first_uses("forward"))] == [3, 1, 2, 0]
-    assert [unit.index for unit in sorted(units, key=order.first_uses("backward"))] == [0, 1, 2, 3]
+def test_first_uses_are_the_reductions_from_the_last_to_the_first() -> None:
+    assert first_uses([3, 2, 1, 0]) == [0, 1, 2, 3]
+    assert first_uses([0, 3, 1, 0, 2]) == [2, 0, 1, 3]
