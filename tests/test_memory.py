@@ -106,7 +106,7 @@ class States:
     Attributes:
         accumulating: between the micro-batches of a step, under `no_sync`.
         stepped: after a step, before gradients are zeroed.
-        zeroed: after `zero_grad`; from stage 1 on reduced rows keep their memory for the next step.
+        zeroed: after `zero_grad`.
     """
 
     accumulating: float
@@ -146,13 +146,13 @@ def expected(stage: int, is_bf16: bool, num_ranks: int) -> States:
     n = num_ranks
     whole_compute, masters = (2, 4) if is_bf16 else (4, 0)  # an fp32 shard lies in the whole copy
     if stage == 3:
-        return States(16 / n, 16 / n, 16 / n)
+        return States(16 / n, 16 / n, 12 / n)
     if stage == 2:
         at_rest = whole_compute + (masters + 8) / n
-        return States(at_rest + 4 / n, at_rest + 4 / n, at_rest + 4 / n)
+        return States(at_rest + 4 / n, at_rest + 4 / n, at_rest)
     if stage == 1:
         at_rest = whole_compute + (masters + 8) / n
-        return States(at_rest + 4, at_rest + 4 / n, at_rest + 4 / n)
+        return States(at_rest + 4, at_rest + 4 / n, at_rest)
     at_rest = whole_compute + masters + 8
     return States(at_rest + 4, at_rest + 4, at_rest)
 
@@ -293,5 +293,6 @@ def large_allocations(config: dict[str, Any] | None) -> list[int]:
     + [{"stage": stage, "collectives": "pairwise"} for stage in (1, 2)],
     ids=str,
 )
-def test_engine_allocates_nothing_large_beyond_plain_training(config: dict[str, Any]) -> None:
+def test_engine_allocates_nothing_large_beyond_plain_training_but_its_rows_of_gradients(config: dict[str, Any]) -> None:
+    # Whole weights and gradients take more than a MiB, a rank's rows of them less.
     assert run_ranks(large_allocations, 2, config) == run_ranks(large_allocations, 2, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,32 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.engine import torch_compat
 from hf_zero.engine.layout import RowLayout
-
-
-class _GradientMemory:
-    """Memory of the reduced gradient of a rank's rows, kept from step to step.
-
-    Args:
-        flat: [elements of this rank].
-        shown: the same memory, as `param.grad` has it.
-    """
-
-    def __init__(self, flat: Tensor, shown: Tensor) -> None:
-        self.flat, self.shown = flat, shown
-        self._holders: tuple[int, ...] = ()
-
-    def count_holders(self) -> None:
-        """Remember that all who hold it now may go on to."""
-        self._holders = self._count()
-
-    def _count(self) -> tuple[int, ...]:
-        held = (self.flat, self.shown, torch_compat.local_of(self.shown))
-        return (*map(sys.getrefcount, held), torch_compat.num_users(self.flat))
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody else holds a tensor on this memory."""
-        return self._count() == self._holders
 
 
 @dataclass(eq=False)
@@ -68,7 +41,6 @@ class ZeroParameter:
     _shows_whole: bool = False
     version: int = 0  # of `param`, when the engine last knew it
     _seen: list[tuple[object, Tensor]] = field(default_factory=list)
-    _gradient_memory: _GradientMemory | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -119,36 +91,14 @@ class ZeroParameter:
     def _install(self, tensor: Tensor) -> None:
         put(self.locations, tensor)
 
-    def rows_memory(self, dtype: torch.dtype) -> Tensor:
-        """Memory for reduced gradients of this rank's rows, undefined; that of earlier ones, if nobody uses it any more.
-
-        Returns:
-            [elements of this rank]
-        """
-        memory = self._gradient_memory
-        if memory is None or memory.flat.dtype != dtype:
-            memory = self._gradient_memory = self._new_gradient_memory(dtype)
-            memory.count_holders()
-        elif self.param.grad is memory.shown or not memory.is_free:
-            return self._new_gradient_memory(dtype).flat
-        return memory.flat
-
-    @torch.inference_mode(False)
-    def _new_gradient_memory(self, dtype: torch.dtype) -> _GradientMemory:
-        flat = torch.empty(self.layout.local_numel(self.rank), dtype=dtype, device=self.local.device)
-        return _GradientMemory(flat, self._as_gradient(flat.view(self.local_shape)))
-
     def add_grad(self, flat: Tensor) -> None:
         """Add reduced gradients of this rank's rows to `param.grad`.
 
         Args:
             flat: [elements of this rank], reduce dtype; kept, if it becomes the gradient.
         """
-        memory = self._gradient_memory
         if self.param.grad is not None:
             torch_compat.local_of(self.param.grad).add_(flat.view(self.local_shape))
-        elif memory is not None and memory.flat is flat and flat.dtype == self.param.dtype:
-            self.param.grad = memory.shown
         else:
             self.param.grad = self._as_gradient(flat.view(self.local_shape).to(self.param.dtype))
 
@@ -180,7 +130,6 @@ class ZeroParameter:
         """
         if self.whole_grad is None:
             return
-        self._gradient_memory = None  # the whole gradient has its place
         if self.param.grad is None or (self._grad_seen is not None and self.param.grad is self._grad_seen[0]):
             start, stop = self.layout.span(self.rank)
             rows = self.whole_grad.reshape(-1)[start:stop].view(self.local_shape).to(self.param.dtype)

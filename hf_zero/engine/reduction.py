@@ -181,7 +181,7 @@ class Reducer:
             flat = self._flat(p, grad, way.given)
             num_bytes += way.sent_bytes
             if p.is_sharded:
-                output = p.rows_memory(way.summed)
+                output = flat.new_empty(p.layout.local_numel(p.rank), dtype=way.summed)
                 sharded.append(Rows(flat, p.layout))
                 outputs.append(output)
                 results.append((p, output, is_used))

@@ -67,11 +67,6 @@ def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: in
     return cast(torch.UntypedStorage, storage[start_bytes : start_bytes + num_bytes])
 
 
-def num_users(tensor: Tensor) -> int:
-    """How many tensors and storages there are on the memory of `tensor`."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 def tensor_on(storage: torch.UntypedStorage, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of `shape` over the memory of `storage` from `offset_bytes` on; a new version counter."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
