@@ -201,12 +201,10 @@ def write_plot(result: Result, path: Path) -> None:
         peak = Spread.of([run.peak_bytes / _MIB for run in runs])
         is_ours = engine.startswith("zero") and engine[4:5].isdigit()
         errors = [[time.median - time.least], [time.greatest - time.median]]
-        style = {"marker": "o" if is_ours else "s", "color": "tab:green" if is_ours else "tab:gray", "capsize": 2}
-        axes.errorbar([peak.median], [time.median], yerr=errors, **style)
-        axes.annotate(engine, (peak.median, time.median), xytext=(5, 4), textcoords="offset points", fontsize=8)
+        axes.errorbar([peak.median], [time.median], errors, marker="o" if is_ours else "s", capsize=3, label=engine)
+    figure.legend(loc="outside right upper", title="median and range")
     axes.set_xlabel("peak memory growth a rank, MiB")
     axes.set_ylabel("ms a step")
     axes.set_title(f"{result.plan.model}, {result.plan.num_ranks} ranks, {result.plan.dtype}")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
