@@ -130,8 +130,8 @@ def _read_once(folder: Path) -> None:
     for pattern in _WEIGHTS:
         for path in folder.glob(pattern):
             with path.open("rb") as file:
-                while file.read(2**24):
-                    pass
+                for _ in iter(lambda: file.read(2**24), b""):
+                    continue
 
 
 def wrong_losses(found: Mapping[str, Sequence[Ranks]], tolerance: float) -> dict[str, float]:

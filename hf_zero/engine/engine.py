@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
@@ -133,7 +134,7 @@ class ZeroEngine:
         self._handles.append(
             model.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
         )
-        before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
+        before_load = Hook(self._before_load, copied_as=CutStateDict(self.world))
         after_load = Hook(self._after_load)
         self._handles.append(model.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
         self._handles.append(model.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
@@ -501,6 +502,10 @@ class ZeroEngine:
             unit.changed(edited)
             self._remember_versions(edited)
 
+    def _before_load(self, module: nn.Module, state_dict: Any, *rest: Any) -> None:
+        self._before_write("load_state_dict")
+        CutStateDict(self.world)(module, state_dict, *rest)
+
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self.mark_dirty()
 
@@ -535,8 +540,13 @@ def _choose_fused(optimizer: torch.optim.Optimizer) -> None:
     for param_group in optimizer.param_groups:
         is_open = param_group.get("fused") is None and param_group.get("foreach") is None
         is_plain = not param_group.get("capturable") and not param_group.get("differentiable")
-        if is_open and is_plain and all(param.is_floating_point() for param in param_group["params"]):
+        if is_open and is_plain and all(map(_can_be_fused, param_group["params"])):
             param_group["fused"] = True
+
+
+def _can_be_fused(param: Tensor) -> bool:
+    # Parameters of other models are plain tensors, which no fused step takes together with partitioned ones.
+    return isinstance(param, DTensor) and param.is_floating_point() and param.device.type in ("cpu", "cuda")
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

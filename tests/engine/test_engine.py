@@ -1070,3 +1070,17 @@ def test_adam_is_fused_where_parameters_are_partitioned_and_the_user_has_not_sai
     options: dict[str, Any], stage: int, fused: bool | None
 ) -> None:
     assert run_ranks(_chosen, 2, options, stage) == [fused, fused]
+
+
+def _step_with_a_plain_model() -> Any:
+    model, other = Net(), torch.nn.Linear(3, 3)
+    zero.shard_model(model, zero.ZeroConfig(stage=3))
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    (square_loss(model, batch(dist.get_rank(), 0)) + other.weight.square().sum()).backward()
+    before = other.weight.detach().clone()
+    optimizer.step()
+    return optimizer.param_groups[0]["fused"], torch.equal(before, other.weight)
+
+
+def test_adam_is_left_alone_where_it_also_holds_plain_parameters() -> None:
+    assert run_ranks(_step_with_a_plain_model, 2) == [(None, False)] * 2
