@@ -134,7 +134,7 @@ class ZeroEngine:
         self._handles.append(
             model.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
         )
-        before_load = Hook(self._before_load, copied_as=CutStateDict(self.world))
+        before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         after_load = Hook(self._after_load)
         self._handles.append(model.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
         self._handles.append(model.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
@@ -501,10 +501,6 @@ class ZeroEngine:
                 )
             unit.changed(edited)
             self._remember_versions(edited)
-
-    def _before_load(self, module: nn.Module, state_dict: Any, *rest: Any) -> None:
-        self._before_write("load_state_dict")
-        CutStateDict(self.world)(module, state_dict, *rest)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self.mark_dirty()

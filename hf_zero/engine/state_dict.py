@@ -36,7 +36,7 @@ class CutStateDict:
                 "load_state_dict(assign=True) would replace the parameters that the engine and the optimizer hold; "
                 "load without assign, which copies the values"
             )
-        self._world.meet("load_state_dict")
+        self._world.meet("load_state_dict")  # a rank that still computes may read the values where they lie
         for found in find_parameters(module):
             param = found.param
             if not isinstance(param, DTensor):

@@ -438,3 +438,23 @@ def _drop(stage: int) -> list[int]:
 def test_dropped_model_takes_its_shared_memory_along(stage: int) -> None:
     for before, used, after, used_again, after_again in run_ranks(_drop, 2, stage):
         assert before == after == after_again == 0 and used == used_again > 2
+
+
+def _load_while_a_peer_computes(stage: int) -> bool:
+    """Whether rank 1's forward, slow in its last layer, still saw the old weights while rank 0 went on to load new ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    zero.shard_model(model, {"stage": stage, "collectives": "host", "units": {"min_numel": 1}, "timeout_s": _LONG_S})
+    states = {name: torch.zeros(4, 4) for name in model.state_dict()}
+    with torch.no_grad():
+        expected = model(torch.ones(1, 4))
+        if dist.get_rank() == 1:
+            model[1].register_forward_pre_hook(lambda *_: time.sleep(0.5))
+        found = model(torch.ones(1, 4))
+        model.load_state_dict(states)
+        return torch.equal(found, expected) and not model(torch.ones(1, 4)).any()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loading_new_weights_does_not_disturb_a_peer_that_still_computes(stage: int) -> None:
+    assert run_ranks(_load_while_a_peer_computes, 2, stage) == [True, True]
