@@ -79,6 +79,18 @@ def trained() -> tuple[Odd, torch.optim.AdamW]:
     return model, optimizer
 
 
+@pytest.fixture(params=["by value", "by name"])
+def pickled_enums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enumerations are pickled as Python 3.11.4 and later do it, or as those before (Debian 12 has one)."""
+
+    def reduce(member: enum.Enum, protocol: int) -> tuple[Any, ...]:
+        return (
+            (type(member), (member.value,)) if request.param == "by value" else (getattr, (type(member), member.name))
+        )
+
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", reduce)
+
+
 def assert_resumes(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module) -> None:
     """A fresh model and optimizer take the checkpoint's weights and states, and equal the given ones."""
     verify(out, None)
@@ -106,7 +118,8 @@ def deepspeed_classes() -> Iterator[tuple[Any, Any]]:
     before = {name: sys.modules.get(name) for name in names}
     try:
         sys.modules.update({name: types.ModuleType(name) for name in names})
-        stage: Any = enum.IntEnum("ZeroStageEnum", {"disabled": 0, "states": 1, "gradients": 2, "weights": 3})
+        members = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+        stage: Any = enum.IntEnum("ZeroStageEnum", members)
         scaler: Any = type("LossScaler", (), {})
         for kind in (stage, scaler):
             kind.__module__, kind.__qualname__ = names[-1], kind.__name__
@@ -238,6 +251,7 @@ def _write_model_states(tag: Path, stage: int, num_ranks: int, model: nn.Module,
     ("stage", "num_ranks", "deals"),
     [(1, 1, False), (1, 2, False), (2, 3, True), (2, 16, False), (3, 2, False), (3, 3, False), (3, 16, False)],
 )
+@pytest.mark.usefixtures("pickled_enums")
 def test_deepspeed_checkpoint_resumes_bit_equal(stage: int, num_ranks: int, deals: bool, tmp_path: Path) -> None:
     model, optimizer = trained()
     write_deepspeed(tmp_path / "checkpoint-3", stage, num_ranks, model, optimizer, deals=deals)
@@ -399,6 +413,7 @@ def test_sharded_dcp_checkpoint_resumes_bit_equal(form: str, sharded: Any, tmp_p
     assert_resumes(out, model, optimizer, make_model(CASES["llama"], seed=2))
 
 
+@pytest.mark.usefixtures("pickled_enums")
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_weights_get_the_names_of_save_pretrained(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(CASES[name])

@@ -28,6 +28,7 @@ from hf_zero.checkpoint.foreign_state import (
     ForeignState,
     Group,
     LazyTensor,
+    member_of,
     needs_pickle,
     number,
     options_of,
@@ -54,6 +55,8 @@ class _Metadata(pickle.Unpickler):
             return _StorageInfo
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
+        if (module, name) == ("builtins", "getattr"):
+            return member_of
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name}")

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,19 @@ from hf_zero.checkpoint.manifest import check_name
 from hf_zero.errors import CheckpointError
 
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _FLAT, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+
+
+class _Stage(IntEnum):
+    """Stands for DeepSpeed's enumeration; pickles hold values or names of its members."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+_ENUMS = {"deepspeed.runtime.zero.config.ZeroStageEnum": _Stage}
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ def read_deepspeed(folder: Path, allow_pickle: bool) -> ForeignState:
     names = ["mp_rank_00_model_states.pt"]
     if stage == 3:
         names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(num_ranks)]
-    models = [load_pickle(tag / name, allow_pickle, "deepspeed.", _ENUM) for name in names]
+    models = [load_pickle(tag / name, allow_pickle, "deepspeed.", _ENUMS) for name in names]
     first = tag / names[0]
     try:
         for name, model in zip(names, models, strict=True):
@@ -146,7 +158,7 @@ def _ranks(tag: Path, allow_pickle: bool) -> list[_Rank]:
         raise CheckpointError(f"{tag} has no *_optim_states.pt, where the fp32 weights are: copy all ranks' files here")
     ranks: list[_Rank] = []
     for path in (paths[rank] for rank in sorted(paths)):
-        loaded = load_pickle(path, allow_pickle, "deepspeed.", _ENUM)
+        loaded = load_pickle(path, allow_pickle, "deepspeed.", _ENUMS)
         try:
             rank = _Rank(path, loaded["optimizer_state_dict"], loaded.get("ds_config") or {})
             facts = (rank.stage, rank.num_ranks, len(rank.masters))

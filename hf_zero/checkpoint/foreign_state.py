@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, EnumMeta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -157,14 +159,29 @@ class _Inert:
         """Keep nothing."""
 
 
-def load_pickle(path: Path, allow_pickle: bool, inert: str = "", as_int: str = "") -> Any:
+def member_of(kind: Any, name: str) -> Any:
+    """Stands for `getattr` in a pickle, which Python 3.11.0 to 3.11.3 use for members of enumerations, and for nothing else.
+
+    Raises:
+        UnpicklingError: it is used for something else.
+    """
+    if isinstance(kind, EnumMeta):
+        return kind[name]
+    if kind is _Inert:
+        return _Inert()
+    raise pickle.UnpicklingError("builtins.getattr")
+
+
+def load_pickle(
+    path: Path, allow_pickle: bool, inert: str = "", enums: Mapping[str, type[Enum]] = MappingProxyType({})
+) -> Any:
     """Read what `torch.save` wrote, without running code from it where that is possible; tensors stay in the file.
 
     Args:
         path: of the file.
         allow_pickle: run its code if there is no other way.
         inert: objects of classes whose full names begin so are replaced by empty ones.
-        as_int: the full name of an enumeration whose members become numbers.
+        enums: full names of enumerations among them that count -> what stands for them.
 
     Raises:
         CheckpointError: it is missing, damaged, or needs `allow_pickle`.
@@ -175,9 +192,9 @@ def load_pickle(path: Path, allow_pickle: bool, inert: str = "", as_int: str = "
         is_zip = file.read(4) == _ZIP
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if is_zip else []
-        stubs: list[Any] = [
-            (int if name == as_int else _Inert, name) for name in unsafe if inert and name.startswith(inert)
-        ]
+        stubs: list[Any] = [(enums.get(name, _Inert), name) for name in unsafe if inert and name.startswith(inert)]
+        if "builtins.getattr" in unsafe:
+            stubs.append((member_of, "builtins.getattr"))
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except pickle.UnpicklingError as error:
