@@ -135,7 +135,8 @@ class ZeroConfig:
         units: the sets of parameters that are gathered together.
         keep_whole_numel: elements; a parameter of at most this many stays whole on every rank, in stage 3 and in the
             optimizer shard. 0: none does.
-        prefetch_bytes: bytes of parameters gathered ahead of their use. 0: none.
+        prefetch_bytes: bytes of parameters gathered ahead of their use, or kept at the end of a forward, since the backward
+            uses them first. 0: none.
         bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
             rounds of at most as many.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 flag.

@@ -70,7 +70,7 @@ def counts_of_training(
         model = Stack()
     else:
         model = make_model(CASES[model_name])
-    engine = hf_zero.shard_model(model, config)
+    engine = hf_zero.shard_model(model, {"prefetch_bytes": 0, **config})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     units = {unit.name: {p.name: tuple(p.param.shape) for p in unit.parameters} for unit in engine.units}
     engine.world.ledger.reset()  # what the start took is not a step's traffic
@@ -93,9 +93,9 @@ def numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-# By stage: how often each unit is gathered.
-GATHERS_PER_MICRO = {1: 0, 2: 0, 3: 2}
-GATHERS_PER_STEP = {1: 1, 2: 1, 3: 0}
+def gathers_of_step(stage: int, unit: str, num_micros: int = 1) -> int:
+    """How often a unit is gathered: in stage 3 for each forward, and for each backward that reads its parameters."""
+    return num_micros * (1 if unit == "embedding" else 2) if stage == 3 else 1
 
 
 @pytest.mark.parametrize(("num_micros", "uses_no_sync"), [(1, False), (2, False), (2, True)])
@@ -105,12 +105,12 @@ def test_stage_moves_the_bytes_of_its_units_exactly(
     stage: int, num_ranks: int, num_micros: int, uses_no_sync: bool
 ) -> None:
     by_rank = run_ranks(counts_of_training, num_ranks, {"stage": stage}, "stack", num_micros, uses_no_sync)
-    num_gathers = NUM_STEPS * (GATHERS_PER_MICRO[stage] * num_micros + GATHERS_PER_STEP[stage])
     num_reductions = NUM_STEPS * (1 if uses_no_sync and stage == 1 else num_micros)
     for counts, units in by_rank:
         expected = {}
         for unit, shapes in units.items():
             received = sum(4 * numel(shape) for shape in shapes.values()) * (num_ranks - 1) // num_ranks
+            num_gathers = NUM_STEPS * gathers_of_step(stage, unit, num_micros)
             expected["gather", unit] = num_gathers, num_gathers * received
             expected["reduce_scatter", unit] = num_reductions, num_reductions * received
         assert counts == expected
@@ -131,6 +131,7 @@ def test_stage_0_all_reduces_twice_the_bytes_once_a_synchronised_micro_batch(num
 def test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four(num_ranks: int) -> None:
     numel_of_model = sum(p.numel() for p in Stack().parameters())
     received = numel_of_model * (num_ranks - 1) // num_ranks
+    twice = 2 * received - Stack().embedding.weight.numel() * (num_ranks - 1) // num_ranks  # backward needs it not
     scatters_two, scatters_four = {"reduce_scatter": 2 * received}, {"reduce_scatter": 4 * received}
     cases: list[tuple[dict[str, Any], dict[str, int]]] = [
         ({"stage": 0}, {"all_reduce": 2 * 4 * received}),
@@ -138,9 +139,9 @@ def test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four(num_ranks: in
         ({"stage": 1}, {"gather": 2 * received, **scatters_four}),
         # Gradients travel as autograd made them, and are added up where they arrive.
         ({"stage": 2}, {"gather": 2 * received, **scatters_two}),
-        ({"stage": 3}, {"gather": 2 * 2 * received, **scatters_two}),
+        ({"stage": 3}, {"gather": 2 * twice, **scatters_two}),
         # The transport adds, so it is given float32.
-        ({"stage": 3, "collectives": "native"}, {"gather": 2 * 2 * received, **scatters_four}),
+        ({"stage": 3, "collectives": "native"}, {"gather": 2 * twice, **scatters_four}),
         ({"stage": 2, "reduce_scatter": "to_owner"}, {"gather": 2 * received, "reduce": 4 * received}),
         ({"stage": 2, "reduce_scatter": False}, {"gather": 2 * received, "all_reduce": 2 * 4 * received}),
         ({"stage": 1, "reduce_dtype": "bfloat16"}, {"gather": 2 * received, **scatters_two}),
@@ -158,6 +159,13 @@ def test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four(num_ranks: in
             assert by_kind == {kind: NUM_STEPS * num_bytes for kind, num_bytes in expected.items()}, config
 
 
+def test_units_that_backward_needs_first_are_gathered_once() -> None:
+    block = 4 * sum(p.numel() for p in Stack().blocks[0].parameters())
+    for counts, units in run_ranks(counts_of_training, 2, {"stage": 3, "prefetch_bytes": 2 * block}):
+        gathers = {unit: counts["gather", unit][0] for unit in units}
+        assert gathers == {"embedding": 3, "blocks.0": 6, "blocks.1": 6, "blocks.2": 3, "head": 3}
+
+
 def uneven_bytes(shape: tuple[int, ...], rank: int, num_ranks: int, collectives: str) -> tuple[int, int]:
     """Bytes that `rank` receives in a gather and in a reduce-scatter of one fp32 parameter."""
     own = [numel(tuple(chunk.shape)) for chunk in torch.empty(shape).chunk(num_ranks)] + [0] * num_ranks
@@ -171,13 +179,13 @@ def uneven_bytes(shape: tuple[int, ...], rank: int, num_ranks: int, collectives:
 def test_uneven_rows_are_padded_by_native_collectives_only(num_ranks: int, collectives: str) -> None:
     for stage in (1, 2, 3):
         config = {"stage": stage, "collectives": collectives}
-        num_gathers = NUM_STEPS * (GATHERS_PER_MICRO[stage] + GATHERS_PER_STEP[stage])
         for rank, (counts, units) in enumerate(run_ranks(counts_of_training, num_ranks, config, "bert")):
             is_uneven = False
             for unit, shapes in units.items():
                 received = [uneven_bytes(shape, rank, num_ranks, collectives) for shape in shapes.values()]
                 gathered, reduced = (sum(column) for column in zip(*received, strict=True))
                 is_uneven |= any(shape[0] % num_ranks for shape in shapes.values())
+                num_gathers = NUM_STEPS * gathers_of_step(stage, unit)
                 assert counts["gather", unit] == (num_gathers, num_gathers * gathered)
                 assert counts["reduce_scatter", unit] == (NUM_STEPS, NUM_STEPS * reduced)
             assert is_uneven
@@ -222,7 +230,7 @@ def counts_of_frozen_head() -> tuple[Counts, dict[str, dict[str, tuple[int, ...]
     torch.manual_seed(0)
     model = Stack()
     model.head.requires_grad_(False)
-    engine = hf_zero.shard_model(model, {"stage": 3})
+    engine = hf_zero.shard_model(model, {"stage": 3, "prefetch_bytes": 0})
     units = {unit.name: {p.name: tuple(p.param.shape) for p in unit.parameters} for unit in engine.units}
     engine.world.ledger.reset()
     for step in range(NUM_STEPS):

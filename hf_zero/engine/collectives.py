@@ -313,6 +313,15 @@ class Collectives(ABC):
             raise named(error, description, peer, self.timeout_s) from error
 
 
+def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
+    """output = left + right, in the dtype of `output`, which may be one of the two if of its dtype, else `left`."""
+    if output.dtype == left.dtype:
+        return torch.add(left, right, out=output)
+    if output.data_ptr() != left.data_ptr():
+        output.copy_(left)
+    return output.add_(right)
+
+
 def divide(sums: Tensor, divisor: int) -> None:
     """sums / divisor, in place."""
     if divisor != 1:

@@ -72,6 +72,7 @@ class ZeroEngine:
         parameters: every parameter once, in the model's order.
         units: the sets of parameters gathered together, in the model's order; empty where nothing has to be gathered
             (stage 0 and world size 1 in one dtype), so that modules then run without hooks.
+        kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
         memory: counts the bytes of gathered units.
         number: engines are numbered as they are made.
     """
@@ -89,6 +90,7 @@ class ZeroEngine:
         self._session: _Session | None = None
         self._order = GatherOrder()
         self._reduction_order: list[int] = []
+        self.kept_for_backward: set[int] = set()
         self._watched: set[int] = set()
         self._root_depth = 0
         self._is_syncing = True
@@ -152,7 +154,7 @@ class ZeroEngine:
             self._entries.append(entry)
             self._entry_of[key] = entry
             self._handles += entry.handles
-        self._reduction_order = [unit.index for unit in reversed(self.units)]
+        self._expect([unit.index for unit in reversed(self.units)])
         for unit in self.units:
             if unit.keeps_whole:
                 unit.start_gather()
@@ -316,6 +318,8 @@ class ZeroEngine:
         self._finish_calls(session, before=call)
         session.open_calls.add(call)
         call.graph_task = torch_compat.graph_task()
+        if not call.entry.reads_in_backward:
+            return
         if not call.leases:
             self.acquire(call)
         self.install(call, tensors)
@@ -413,7 +417,24 @@ class ZeroEngine:
                 for unit in reversed(self.units):
                     self._reduce_whole(unit, session.reducer)
             order = session.reducer.finish()
-            self._reduction_order = order or self._reduction_order
+            self._expect(order or self._reduction_order)
+
+    def _expect(self, reductions: list[int]) -> None:
+        """Take the agreed order of reductions; the units that it begins with stay whole from the forward's end.
+
+        The backward would gather them at once: within `prefetch_bytes`, or all of them if nothing is to be resharded.
+        """
+        if reductions == self._reduction_order:
+            return
+        self._reduction_order = reductions
+        config = self.world.config
+        order = [index for index in dict.fromkeys(reductions) if not self.units[index].keeps_whole]
+        sizes = itertools.accumulate(self.units[index].buffer_nbytes for index in order)
+        self.kept_for_backward = {
+            index
+            for index, num_bytes in zip(order, sizes, strict=True)
+            if num_bytes <= config.prefetch_bytes or not config.reshard_after_forward
+        }
 
     def _finish_calls(self, session: _Session, before: Call | None = None) -> None:
         """Finish all calls, or those whose forward came after all of `before`: autograd runs the latest nodes first."""

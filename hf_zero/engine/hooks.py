@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,11 +51,11 @@ class Call:
         self.began = next(_events)
         self.ended: int | None = None  # its forward
 
-    def release(self, keeps: bool = False) -> None:
-        """Give back all leases; see `Lease.give_back`."""
+    def release(self, kept: Container[int] = ()) -> None:
+        """Give back all leases; units whose numbers are in `kept` stay whole, see `Lease.give_back`."""
         leases, self.leases = self.leases, []
-        for lease in leases:
-            lease.give_back(keeps)
+        for unit, lease in zip(self.units, leases, strict=False):  # fewer, if acquiring one has failed
+            lease.give_back(unit.index in kept)
 
     def check_not_outdated(self) -> None:
         """Raise if a unit's parameters have changed since this call's forward."""
@@ -101,10 +101,16 @@ class _BackwardEnd(torch.autograd.Function):
 
 
 class Entry:
-    """The hooks of one module whose calls need units."""
+    """The hooks of one module whose calls need units.
+
+    Attributes:
+        units: the units.
+        reads_in_backward: whether the backward of a call reads its parameters; that of an embedding needs indices only.
+    """
 
     def __init__(self, engine: ZeroEngine, module: nn.Module, units: list[Unit]) -> None:
         self.units = units
+        self.reads_in_backward = type(module) is not nn.Embedding
         self.backward_call: Call | None = None  # whose tensors are in the modules during backward
         self._engine = weakref.ref(engine)
         self._stack: list[tuple[Call, list[Tensor]] | None] = []
@@ -162,7 +168,7 @@ class Entry:
         watched = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if not torch.is_grad_enabled():
             watched = []
-        call.release(keeps=bool(watched) and not engine.world.config.reshard_after_forward)
+        call.release(kept=engine.kept_for_backward if watched and self.reads_in_backward else ())
         if watched:
             on_gradient = _OnOutputGradient(engine, call, tensors)
             for tensor in watched:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_zero.engine import host_memory
 from hf_zero.engine.board import BOARD_BYTES, Board, Lane, Posted, is_short
-from hf_zero.engine.collectives import Collectives, Rows, divide
+from hf_zero.engine.collectives import Collectives, Rows, add, divide
 from hf_zero.engine.exchange import Exchange
 from hf_zero.errors import CollectiveError
 from hf_zero.ledger import Entry
@@ -157,7 +157,7 @@ class HostCollectives(Collectives):
                 terms.append(term)
             if len(terms) == 2:
                 left, right = terms
-                terms = [_add(left, right, output)]
+                terms = [add(left, right, output)]
 
     def _is_shared(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
@@ -214,15 +214,6 @@ class _HostExchange(Exchange):
         assert self._entry is not None
         self._entry.seconds += time.perf_counter() - started
         self._is_done = True
-
-
-def _add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
-    """output = left + right, in the dtype of `output`, which may be `left` itself."""
-    if output.dtype == left.dtype:
-        return torch.add(left, right, out=output)
-    if output.data_ptr() != left.data_ptr():
-        output.copy_(left)
-    return output.add_(right)
 
 
 def connect(meeting: Collectives) -> Board | str:

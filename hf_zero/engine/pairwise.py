@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.engine.collectives import Collectives, Rows, divide
+from hf_zero.engine.collectives import Collectives, Rows, add, divide
 from hf_zero.engine.exchange import Exchange, Part
 
 _ALONE_BYTES = 8 * 2**10
 _SMALLEST_STAGING = 64 * 2**10  # bytes; below, more would be spent on messages than saved
-_WIDENED_NUMEL = 2**14  # elements of a term that are added to a wider sum at a time
+_PART_NUMEL = 2**16  # elements that are added up at a time
 
 
 class PairwiseCollectives(Collectives):
@@ -128,8 +128,7 @@ class PairwiseCollectives(Collectives):
 
         def add_up() -> None:
             for piece, of_piece in terms:
-                _sum_in_rank_order(piece.output, of_piece)
-                divide(piece.output, divisor)
+                _sum_in_rank_order(piece.output, of_piece, divisor)
 
         return parts, add_up
 
@@ -184,17 +183,12 @@ def _parcels(items: Sequence[Rows]) -> list[list[Rows]]:
     return [*alone, *packed.values()]
 
 
-def _sum_in_rank_order(output: Tensor, by_rank: dict[int, Tensor]) -> None:
-    """output = ((t0 + t1) + t2) + ..., where `output` itself may be one of the first two terms, or be wider than all."""
-    first, second, *rest = [by_rank[rank] for rank in sorted(by_rank)]
-    if first.dtype == output.dtype:
-        torch.add(first, second, out=output)
-        for term in rest:
-            output.add_(term)
-        return
-    output.copy_(first)
-    for term in (second, *rest):
-        # In steps, since torch makes a wider copy of the term; `out=` would add in the terms' dtype.
-        steps = zip(torch.split(output, _WIDENED_NUMEL), torch.split(term, _WIDENED_NUMEL), strict=True)
-        for part, of_term in steps:
-            part.add_(of_term)
+def _sum_in_rank_order(output: Tensor, by_rank: dict[int, Tensor], divisor: int) -> None:
+    """output = (((t0 + t1) + t2) + ...) / divisor, where `output` may be one of the first two terms, or wider than all."""
+    terms = [by_rank[rank] for rank in sorted(by_rank)]
+    # A part at a time, which stays in the cache until it is divided.
+    for part, first, *others in zip(*(torch.split(each, _PART_NUMEL) for each in (output, *terms)), strict=True):
+        total = first
+        for other in others:
+            total = add(total, other, part)
+        divide(part, divisor)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.exchange import Exchange, Part
 from hf_zero.engine.layout import RowLayout
-from hf_zero.engine.pairwise import _WIDENED_NUMEL
+from hf_zero.engine.pairwise import _PART_NUMEL
 from hf_zero.engine.transport import make_collectives
 from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.ledger import Ledger
@@ -143,7 +143,7 @@ def test_staging_of_a_large_gradient_is_bounded_whatever_its_size(num_ranks: int
         assert torch.equal(result, expected)
         staged = num_staged * 10007 * 100 * dtype.itemsize // num_ranks
         assert whole >= 0.99 * staged
-        widened = 4 * _WIDENED_NUMEL if dtype == torch.bfloat16 else 0  # what torch makes of a term in float32
+        widened = 4 * _PART_NUMEL if dtype == torch.bfloat16 else 0  # what torch makes of a term in float32
         assert peak < budget + widened + 1000
 
 

@@ -728,12 +728,12 @@ class _Run:
             assert engine._root_depth == 0
             for unit in engine.units:
                 assert not unit.is_leased, f"{unit.name} is leased"
-                may_stay = unit.keeps_whole or unit.is_shared or not self.case.config.get("reshard_after_forward")
+                may_stay = unit.keeps_whole or unit.is_shared or unit.index in engine.kept_for_backward
                 assert may_stay or unit.residency.value == "released", f"{unit.name} is {unit.residency}"
             for p in engine.parameters:
                 assert not p._seen, f"{p.name} is still seen by a call"
-            is_kept = self.case.config.get("reshard_after_forward") is False and not has_stepped
-            assert is_kept or engine.memory.bytes == 0
+            kept = 0 if has_stepped else sum(engine.units[index].buffer_nbytes for index in engine.kept_for_backward)
+            assert engine.memory.bytes <= kept
 
     def check_peak(self, op: Micro) -> None:
         """Gathered memory is that of the modules being called, and what may be prefetched; none is left behind."""

@@ -20,7 +20,7 @@ def _gathers(twins: Twins) -> dict[str, int]:
 
 
 def _counts_by_stage(stage: int) -> tuple[int, int, int, int]:
-    twins = Twins(stage)
+    twins = Twins(stage, prefetch_bytes=0)
     twins.step()
     ledger = twins.engine.world.ledger
     ledger.reset()
@@ -47,16 +47,19 @@ def test_exchanges_of_two_micro_batches_and_a_step(stage: int, expected: tuple[i
     assert run_ranks(_counts_by_stage, 2, stage) == [expected, expected]
 
 
-def _residency(stage: int, reshard: bool) -> None:
-    twins = Twins(stage, reshard_after_forward=reshard) if stage == 3 else Twins(stage)
+_BLOCK = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)  # bytes; the head is smaller
+
+
+def _residency(stage: int, config: dict[str, Any], num_kept: int) -> None:
+    twins = Twins(stage, **config)
     units, memory = twins.engine.units, twins.engine.memory
-    whole = sum(unit.buffer_nbytes for unit in units)
     for _ in range(2):
         loss = square_loss(twins.model, twins.own())
-        assert [unit.is_kept for unit in units] == [not reshard] * _NUM_UNITS
+        kept = units[_NUM_UNITS - num_kept :]
+        assert [unit.is_kept for unit in units] == [unit in kept for unit in units]
         assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
         if stage == 3:
-            assert memory.bytes == (0 if reshard else whole)
+            assert memory.bytes == sum(unit.buffer_nbytes for unit in kept)
         loss.backward()
         assert [unit.is_kept or unit.is_leased for unit in units] == [False] * _NUM_UNITS
         if stage == 3:
@@ -66,9 +69,20 @@ def _residency(stage: int, reshard: bool) -> None:
         twins.update()
 
 
-@pytest.mark.parametrize(("stage", "reshard"), [(1, True), (2, True), (3, True), (3, False)])
-def test_units_stay_whole_from_forward_to_backward_only_without_resharding(stage: int, reshard: bool) -> None:
-    run_ranks(_residency, 2, stage, reshard)
+@pytest.mark.parametrize(
+    ("stage", "config", "num_kept"),
+    [
+        (1, {}, 0),  # whole for good
+        (2, {}, 0),
+        (3, {"prefetch_bytes": 0}, 0),
+        (3, {"prefetch_bytes": 2 * _BLOCK}, 2),  # a block and the head: the backward would gather them at once
+        (3, {"prefetch_bytes": 0, "reshard_after_forward": False}, _NUM_UNITS),
+    ],
+)
+def test_units_that_backward_needs_first_stay_whole_within_the_budget(
+    stage: int, config: dict[str, Any], num_kept: int
+) -> None:
+    run_ranks(_residency, 2, stage, config, num_kept)
 
 
 def _peak(reshard: bool, prefetch_bytes: int) -> float:
@@ -89,7 +103,7 @@ def test_peak_of_gathered_bytes_is_one_unit_or_with_prefetch_more_or_without_res
 def _not_resharded() -> None:
     counts = {}
     for reshard in (True, False):
-        twins = Twins(3, reshard_after_forward=reshard)
+        twins = Twins(3, reshard_after_forward=reshard, prefetch_bytes=0)
         twins.step()
         twins.engine.world.ledger.reset()
         twins.step()
@@ -216,8 +230,7 @@ def _ahead(events: list[tuple[str, int]]) -> list[int]:
 def test_gathers_start_ahead_in_the_recorded_order_within_the_budget() -> None:
     in_time = run_ranks(_events, 2, 0, _forward)[0]
     assert in_time == [event for index in range(_NUM_UNITS) for event in (("start", index), ("use", index))]
-    block = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)
-    one_ahead = run_ranks(_events, 2, 2 * block, _forward)[0]
+    one_ahead = run_ranks(_events, 2, 2 * _BLOCK, _forward)[0]
     assert [index for kind, index in one_ahead if kind == "start"] == list(range(_NUM_UNITS))
     assert _ahead(one_ahead)[:2] == [2, 2]
     all_ahead = run_ranks(_events, 2, 2**20, _forward)[0]
@@ -225,10 +238,10 @@ def test_gathers_start_ahead_in_the_recorded_order_within_the_budget() -> None:
 
 
 def test_gathers_start_ahead_in_backward_too() -> None:
-    events = run_ranks(_events, 2, 2**20, _step)[0]
-    started = [index for kind, index in events if kind == "start"]
-    assert started == [*range(_NUM_UNITS), *reversed(range(_NUM_UNITS))]
-    assert max(_ahead(events)[_NUM_UNITS:]) == _NUM_UNITS
+    events = run_ranks(_events, 2, 2 * _BLOCK, _step)[0]
+    assert [index for kind, index in events if kind == "start"] == [*range(_NUM_UNITS), 2, 1, 0]
+    backward = events[len(events) - 1 - events[::-1].index(("use", _NUM_UNITS - 1)) :]
+    assert backward.index(("start", 2)) < backward.index(("use", 3))
 
 
 def _counts(prefetch_bytes: int) -> dict[tuple[str, str], tuple[int, int]]:
@@ -241,7 +254,9 @@ def _counts(prefetch_bytes: int) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def test_prefetch_moves_no_byte_more() -> None:
-    assert run_ranks(_counts, 2, 0) == run_ranks(_counts, 2, 2**20)
+    for without, ahead in zip(run_ranks(_counts, 2, 0), run_ranks(_counts, 2, 2**20), strict=True):
+        assert without.keys() == ahead.keys()
+        assert all(ahead[key] <= counts for key, counts in without.items())
 
 
 class Skipping(Net):
@@ -259,7 +274,8 @@ def _skip_prefetched() -> None:
     for skips in (False, False, True, True, False):
         twins.model.skips = twins.reference.skips = skips
         loss = square_loss(twins.model, twins.own())
-        assert twins.engine.memory.bytes == 0
+        kept = [unit.buffer_nbytes for index, unit in enumerate(twins.engine.units) if not (skips and index == 2)]
+        assert twins.engine.memory.bytes == sum(kept)
         loss.backward()
         assert twins.engine.memory.bytes == 0
         twins.backward_reference()
