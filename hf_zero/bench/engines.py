@@ -95,11 +95,15 @@ def _adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _training(
-    model: Callable[..., Any], optimizer: torch.optim.Optimizer, setup: Setup, sync: Callable[[], object] | None = None
+    model: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    setup: Setup,
+    clear: Callable[[], object] | None = None,
+    sync: Callable[[], object] | None = None,
 ) -> Training:
     def step() -> None:
         optimizer.step()
-        optimizer.zero_grad()
+        (clear or optimizer.zero_grad)()
         if sync is not None:
             sync()
 
@@ -109,7 +113,7 @@ def _training(
 def _local(setup: Setup) -> Training:
     """Nothing is exchanged; the ranks only wait for each other at every step, as the others do."""
     model = setup.make_model().to(setup.device)
-    return _training(model, _adamw(model.parameters()), setup, dist.barrier)
+    return _training(model, _adamw(model.parameters()), setup, sync=dist.barrier)
 
 
 def _ddp(setup: Setup) -> Training:
@@ -159,11 +163,11 @@ def _fairscale(shards_gradients: bool, setup: Setup) -> Training:
     fairscale = importlib.import_module("fairscale.optim.oss")
     model = setup.make_model().to(setup.device)
     optimizer = fairscale.OSS(model.parameters(), torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
-    if shards_gradients:
-        wrapped = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(model, optimizer)
-    else:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-    return _training(wrapped, optimizer, setup)
+    if not shards_gradients:
+        return _training(nn.parallel.DistributedDataParallel(model), optimizer, setup)
+    sharded = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(model, optimizer)
+    # The optimizer's own `zero_grad` would take gradients out of the buckets that are reduced.
+    return _training(sharded, optimizer, setup, clear=partial(sharded.zero_grad, set_to_none=True))
 
 
 def _deepspeed(stage: int, setup: Setup) -> Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -42,7 +43,7 @@ class ZeroParameter:
     version: int = 0  # of `param`, when the engine last knew it
     _seen: list[tuple[object, Tensor]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """Whether each rank holds only its rows."""
         return self.layout.num_ranks > 1
@@ -52,7 +53,7 @@ class ZeroParameter:
         """This rank's rows, in the dtype at rest, without autograd."""
         return torch_compat.local_of(self.param)
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's rows."""
         return self.layout.local_shape(self.rank)
