@@ -10,16 +10,14 @@ import dataclasses
 import difflib
 import json
 import logging
-import math
 import os
-import re
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
+from hf_zero import config_values as values
 from hf_zero import deepspeed_config
 from hf_zero.deepspeed_config import ImportRow
 from hf_zero.errors import ConfigError
@@ -86,15 +84,17 @@ class UnitGrouping:
 
     def __post_init__(self) -> None:
         if isinstance(self.class_names, str) or not isinstance(self.class_names, (list, tuple)):
-            _fail("units", self.class_names, "is not a list of class names; write for example [LlamaDecoderLayer]")
+            values.fail(
+                "units", self.class_names, "is not a list of class names; write for example [LlamaDecoderLayer]"
+            )
         for name in self.class_names:
             if not isinstance(name, str) or not name.isidentifier():
-                _fail("units", name, "is not the name of a class; write for example [LlamaDecoderLayer]")
+                values.fail("units", name, "is not the name of a class; write for example [LlamaDecoderLayer]")
         object.__setattr__(self, "class_names", tuple(self.class_names))
         if self.min_numel is not None:
-            object.__setattr__(self, "min_numel", _count("units.min_numel", self.min_numel, minimum=1))
+            object.__setattr__(self, "min_numel", values.count("units.min_numel", self.min_numel, minimum=1))
         if self.class_names and self.min_numel is not None:
-            _fail("units", self.to_value(), "has both class names and min_numel; keep one")
+            values.fail("units", self.to_value(), "has both class names and min_numel; keep one")
 
     @classmethod
     def from_value(cls, value: object) -> UnitGrouping:
@@ -112,7 +112,7 @@ class UnitGrouping:
             return cls(class_names=tuple(value))
         if isinstance(value, Mapping) and list(value) == ["min_numel"] and value["min_numel"] is not None:
             return cls(min_numel=value["min_numel"])
-        _fail("units", value, f"is not understood; {forms}")
+        values.fail("units", value, f"is not understood; {forms}")
 
     def to_value(self) -> object:
         """The YAML form that `from_value` reads back."""
@@ -144,8 +144,8 @@ class ZeroConfig:
         reduce_dtype: dtype in which gradients are added up between ranks; "auto": the compute dtype.
         gradient_reduction: whether gradients are averaged over the ranks, or added.
         collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
-            ranks swaps what the other needs), "host" (ranks of one host share memory; CPU only). "auto" takes the fastest
-            on gloo, measured once when training starts, and "native" elsewhere.
+            ranks swaps what the other needs), "host" (ranks of a host share memory, hosts swap pairwise; CPU only). "auto"
+            takes the fastest on gloo, measured once when training starts, and "native" elsewhere.
         timeout_s: seconds after which one exchange counts as failed.
         reduce_scatter: how each rank gets the sum of its own rows of a gradient: True reduce-scatters, False all-reduces
             whole gradients and keeps own rows, "to_owner" reduces the rows of each rank to it, a reduction a rank.
@@ -178,13 +178,13 @@ class ZeroConfig:
         for key, check in _CHECKS.items():
             object.__setattr__(self, key, check(key, getattr(self, key)))
         if not self.reshard_after_forward and not self.policy.shards_parameters:
-            _fail(
+            values.fail(
                 "reshard_after_forward",
                 False,
                 f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
             )
         if self.reduce_scatter is not True and not self.policy.shards_optimizer:
-            _fail(
+            values.fail(
                 "reduce_scatter",
                 self.reduce_scatter,
                 f"has no effect in stage {self.stage}, where no rank owns rows; remove it, or use stage 1, 2 or 3",
@@ -204,7 +204,7 @@ class ZeroConfig:
         """
         if self.collectives != "auto":
             return self.collectives
-        return _collectives(COLLECTIVES_VARIABLE, os.environ.get(COLLECTIVES_VARIABLE) or "auto")
+        return values.collectives(COLLECTIVES_VARIABLE, os.environ.get(COLLECTIVES_VARIABLE) or "auto")
 
     @classmethod
     def load(
@@ -308,131 +308,24 @@ def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str]) -> DeepSp
     return imported
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-
-_NUMBER = r"\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?"
-_BYTE_SIZE = re.compile(rf"({_NUMBER})\s*((?:[kmgt]i?)?b)?", re.ASCII | re.IGNORECASE)
-_BYTE_UNITS = {"b": 1} | {
-    letter + suffix: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
-_LARGEST = 2**63 - 1
-
-_DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-_FUTURE_COLLECTIVES = ("quantised", "quantized", "hierarchical")
-
-
-def _fail(key: str, value: object, problem: str) -> NoReturn:
-    raise ConfigError(f"key '{key}': {_SHORT.repr(value)} {problem}")
-
-
-def _as_number(value: object) -> int | float | None:
-    """A finite number, or None; strings too, since YAML 1.1 reads 1e5 as one. A bool is not a number."""
-    if isinstance(value, str) and re.fullmatch(_NUMBER, value.strip(), re.ASCII | re.IGNORECASE):
-        value = int(value) if value.strip().isdigit() else float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if isinstance(value, int) or math.isfinite(value) else None
-
-
-def _integer(key: str, value: object, *, minimum: int, maximum: int, advice: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        _fail(key, value, advice)
-    return int(value)
-
-
-def _count(key: str, value: object, *, minimum: int) -> int:
-    number = _as_number(value)
-    if number is None or number != int(number) or not minimum <= number <= _LARGEST:
-        _fail(key, value, f"is not a number of elements; use a whole number of at least {minimum}")
-    return int(number)
-
-
-def _bytes(key: str, value: object, *, minimum: int) -> int:
-    match = _BYTE_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    unit = (match[2] or "").lower() if match else ""
-    number = _as_number(match[1] if match else value)
-    if number is not None and unit:
-        number = number * _BYTE_UNITS[unit]  # "1.5GiB" is whole enough: the rest of a byte is dropped below
-    elif number is not None and number != int(number):
-        number = None
-    if number is None or not minimum <= number <= _LARGEST:
-        _fail(key, value, f'is not a number of bytes; use a number of at least {minimum}, "64MiB", "1GiB" or "500MB"')
-    return int(number)
-
-
-def _seconds(key: str, value: object) -> float:
-    number = _as_number(value)
-    if number is None or not 0 < number <= _LARGEST:
-        _fail(key, value, "is not a time in seconds; use a number above 0")
-    return float(number)
-
-
-def _boolean(key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        _fail(key, value, "is not a boolean; use true or false")
-    return value
-
-
-def _word(key: str, value: object, *, words: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in words:
-        _fail(key, value, f"is not one of the choices; use {', '.join(words)}")
-    return value
-
-
-def _dtype(key: str, value: object, *, words: tuple[str, ...]) -> str:
-    # A torch dtype is recognised without importing torch: its str() is "torch.bfloat16".
-    is_torch_dtype = (type(value).__module__, type(value).__name__) == ("torch", "dtype")
-    name = str(value).removeprefix("torch.") if isinstance(value, str) or is_torch_dtype else None
-    name = _DTYPE_ALIASES.get(name, name) if name is not None else None
-    if name == "float16":
-        _fail(key, value, "with its loss scaling is not supported yet; use bfloat16")
-    if name not in words:
-        _fail(key, value, f"is not one of the choices; use {', '.join(words)}")
-    return name
-
-
-def _collectives(key: str, value: object) -> str:
-    words = ("auto", "native", "pairwise", "host")
-    if isinstance(value, str) and value in _FUTURE_COLLECTIVES:
-        _fail(key, value, f"does not exist yet; use one of {', '.join(words)}")
-    return _word(key, value, words=words)
-
-
-def _reduce_scatter(key: str, value: object) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, str) or value != "to_owner":
-        _fail(key, value, "is not one of the choices; use true, false or to_owner")
-    return value
-
-
-def _world_size(key: str, value: object) -> int | None:
-    if value is None:
-        return None
-    return _integer(key, value, minimum=1, maximum=_LARGEST, advice="is not a number of ranks; use 1 or more, or null")
-
+# ---- keys ------------------------------------------------------------------------------------------------------------
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
-    "stage": partial(_integer, minimum=0, maximum=len(_POLICIES) - 1, advice="is not a stage; use 0, 1, 2 or 3"),
+    "stage": partial(values.integer, minimum=0, maximum=len(_POLICIES) - 1, advice="is not a stage; use 0, 1, 2 or 3"),
     "units": lambda key, value: UnitGrouping.from_value(value),
-    "keep_whole_numel": partial(_count, minimum=0),
-    "prefetch_bytes": partial(_bytes, minimum=0),
-    "bucket_bytes": partial(_bytes, minimum=1),
-    "compute_dtype": partial(_dtype, words=("auto", "float32", "bfloat16")),
-    "master_dtype": partial(_dtype, words=("auto", "float32")),
-    "reduce_dtype": partial(_dtype, words=("auto", "float32", "bfloat16")),
-    "gradient_reduction": partial(_word, words=("mean", "sum")),
-    "collectives": _collectives,
-    "timeout_s": _seconds,
-    "reduce_scatter": _reduce_scatter,
-    "reshard_after_forward": _boolean,
-    "expected_world_size": _world_size,
-    "async_save": _boolean,
+    "keep_whole_numel": partial(values.count, minimum=0),
+    "prefetch_bytes": partial(values.num_bytes, minimum=0),
+    "bucket_bytes": partial(values.num_bytes, minimum=1),
+    "compute_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16")),
+    "master_dtype": partial(values.dtype, words=("auto", "float32")),
+    "reduce_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16")),
+    "gradient_reduction": partial(values.word, words=("mean", "sum")),
+    "collectives": values.collectives,
+    "timeout_s": values.seconds,
+    "reduce_scatter": values.reduce_scatter,
+    "reshard_after_forward": values.boolean,
+    "expected_world_size": values.world_size,
+    "async_save": values.boolean,
 }
 
 _NAMES_FROM_DEEPSPEED = {
@@ -446,7 +339,7 @@ _NAMES_FROM_DEEPSPEED = {
 
 def _unknown_key(key: object) -> str:
     if not isinstance(key, str):
-        return f"key {_SHORT.repr(key)} is not a word; the keys are {', '.join(_CHECKS)}"
+        return f"key {values.shown(key)} is not a word; the keys are {', '.join(_CHECKS)}"
     if key in _NAMES_FROM_DEEPSPEED:
         return f"unknown key '{key}': that is DeepSpeed's name; here it is {_NAMES_FROM_DEEPSPEED[key]}"
     if key in deepspeed_config.TOP_KEYS:
@@ -454,7 +347,7 @@ def _unknown_key(key: object) -> str:
     near = difflib.get_close_matches(key, _CHECKS, n=1)
     near = near or difflib.get_close_matches(key, deepspeed_config.TOP_KEYS, n=1, cutoff=0.8)
     advice = f"did you mean '{near[0]}'?" if near else f"the keys are {', '.join(_CHECKS)}"
-    return f"unknown key {_SHORT.repr(key)}; {advice}"
+    return f"unknown key {values.shown(key)}; {advice}"
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
@@ -501,7 +394,7 @@ def _read(source: object) -> tuple[object, str]:
         path = os.fsdecode(source)
         return _read_file(path), path
     raise ConfigError(
-        f"{_SHORT.repr(source)} is not a configuration; use a ZeroConfig, a mapping, a path, or JSON text in {{...}}"
+        f"{values.shown(source)} is not a configuration; use a ZeroConfig, a mapping, a path, or JSON text in {{...}}"
     )
 
 
@@ -523,7 +416,7 @@ def _parse_json(text: str, source: str) -> object:
         mapping: dict[str, object] = {}
         for key, value in pairs:
             if key in mapping:
-                raise ConfigError(f"{source}: key {_SHORT.repr(key)} is written twice; keep one")
+                raise ConfigError(f"{source}: key {values.shown(key)} is written twice; keep one")
             mapping[key] = value
         return mapping
 
@@ -547,7 +440,7 @@ def _parse_yaml(text: str, source: str) -> object:
             seen = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                    problem = f"key {_SHORT.repr(key.value)} is written twice; keep one"
+                    problem = f"key {values.shown(key.value)} is written twice; keep one"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add((key.tag, str(key.value)))
             return super().construct_mapping(node, deep)

@@ -129,7 +129,10 @@ _ZERO_RULES = {
     "sub_group_size": _Rule("differs", "the optimizer steps over all rows of a rank at once", type="number"),
     "zenflow": _Rule("refused", "is not supported: its updates come late, so it trains differently; remove it"),
     "zero_hpz_partition_size": _Rule(
-        "unsupported", "no second copy inside a host: less memory, more traffic between hosts", (0, 1), type="number"
+        "unsupported",
+        "no size to choose: collectives: host (CPU) keeps whole parameters on every host",
+        (0, 1),
+        type="number",
     ),
     "zero_quantized_gradients": _flag("refused", "quantised exchange does not exist yet; set it to false"),
     "zero_quantized_nontrainable_weights": _flag("refused", "quantised weights do not exist yet; set it to false"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.hooks import reads_in_backward
 from hf_zero.engine.parameter import ZeroParameter
-from hf_zero.engine.reduction import sent_dtype
+from hf_zero.engine.reduction import given_dtype, sent_dtype
+from hf_zero.engine.unit import Unit
+from hf_zero.engine.world import World
 
 _ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
 
@@ -35,29 +38,50 @@ def model_states(engine: ZeroEngine) -> ModelStates:
     """Compute the sizes from the layout; nothing is measured or allocated."""
     policy, world = engine.world.config.policy, engine.world
     others = (world.num_ranks - 1) / world.num_ranks
+    num_sharing = 1 if world.collectives is None else world.collectives.num_sharing
     parameters = gradients = optimizer = 0
     gathered = reduced = 0.0
     shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
+    gathered_twice = {id(p) for unit in engine.units if _is_gathered_twice(engine, unit) for p in unit.parameters}
     for p in engine.parameters:
         own = p.layout.local_numel(p.rank)
         stays_whole = not policy.shards_parameters or id(p) in shared
         has_copy = bool(engine.units) and stays_whole and (p.is_sharded or _casts(p))
         shares = p.is_sharded and not _casts(p)  # the rows lie inside the whole copy
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
-        parameters += p.whole_nbytes // (world.num_ranks if id(p) in shared else 1) if has_copy else 0
-        if p.is_sharded and id(p) not in shared:
-            gathered += p.whole_nbytes * others
+        parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
+        if p.is_sharded and not stays_whole:
+            gathered += p.whole_nbytes * others * (2 if id(p) in gathered_twice else 1)
+        elif p.is_sharded and p.param.requires_grad:  # what has changed, from those who do not share the memory
+            gathered += p.whole_nbytes * (1 / num_sharing - 1 / world.num_ranks)
         if not p.param.requires_grad:
             continue
         optimizer += _ADAM_STATES * own * p.param.dtype.itemsize
         grad_size = world.precision.reduce_for(p.compute_dtype).itemsize
         whole_grads = not policy.shards_gradients and world.num_ranks > 1
         gradients += p.layout.numel * grad_size if whole_grads else own * p.param.dtype.itemsize
-        scatters = p.is_sharded and world.config.reduce_scatter is not False  # "to_owner" moves as many bytes
-        reduced += (1 if scatters else 2) * p.layout.numel * sent_dtype(p, world).itemsize * others
-    traffic = reduced + gathered * (2 if policy.shards_parameters else 1)
+        reduced += _reduced_bytes(p, world)
     largest = max((unit.buffer_nbytes for unit in engine.units), default=0)
-    return ModelStates(parameters, gradients, optimizer, largest, round(traffic))
+    return ModelStates(parameters, gradients, optimizer, largest, round(reduced + gathered))
+
+
+def _reduced_bytes(p: ZeroParameter, world: World) -> float:
+    """What a rank receives to reduce a parameter's gradient once."""
+    others = (world.num_ranks - 1) / world.num_ranks
+    if not p.is_sharded or world.config.reduce_scatter is False:
+        return 2 * p.layout.numel * sent_dtype(p, world).itemsize * others
+    num_sharing = 1 if world.collectives is None else world.collectives.num_sharing
+    if world.config.reduce_scatter == "to_owner" or num_sharing in (1, world.num_ranks):
+        return p.layout.numel * sent_dtype(p, world).itemsize * others
+    num_hosts = world.num_ranks / num_sharing
+    in_host = (num_sharing - 1) * num_hosts * given_dtype(p, world).itemsize
+    return p.layout.numel / world.num_ranks * (in_host + (num_hosts - 1) * sent_dtype(p, world).itemsize)
+
+
+def _is_gathered_twice(engine: ZeroEngine, unit: Unit) -> bool:
+    """Whether the backward gathers again what the forward has gathered."""
+    is_kept = unit.keeps_whole or unit.index in engine.kept_for_backward
+    return not is_kept and any(map(reads_in_backward, unit.entries))
 
 
 def _casts(p: ZeroParameter) -> bool:
@@ -72,6 +96,8 @@ def summary(engine: ZeroEngine) -> str:
     trainable = sum(p.layout.numel for p in engine.parameters if p.param.requires_grad)
     collectives = world.collectives
     exchange = "none (one process)" if collectives is None else f"{collectives.name} on {collectives.backend}"
+    if collectives is not None and 1 < collectives.num_sharing < collectives.num_ranks:
+        exchange += f", hosts of {collectives.num_sharing} ranks"
     if collectives is not None and collectives.reason:
         exchange += f" ({collectives.reason})"
     if collectives is not None and config.reduce_scatter is not True:

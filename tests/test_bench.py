@@ -35,12 +35,12 @@ def test_checkpoint_bench_measures_every_operation() -> None:
     with mock.patch.dict(SIZES, tiny=_TINY):
         lines = checkpoint.run("tiny", 2, 1, ["hf_zero"]).splitlines()
     assert lines[0].split("  ")[-1].strip() == "stall of save 2"
-    assert lines[1].startswith("hf_zero") and lines[1].count(" s (") == 5
+    assert lines[1].startswith("hf_zero") and lines[1].count(" s, ") == 5
 
 
 def test_table_shows_the_median_and_the_range() -> None:
     rounds = [{"save": Sample(seconds, 2**20)} for seconds in (3.0, 1.0, 2.0)]
-    assert "2.000 s (1.000-3.000) 1 MiB" in checkpoint.table({"plain": rounds})
+    assert "2.000 (1.000-3.000) s, 1 MiB" in checkpoint.table({"plain": rounds})
 
 
 @pytest.mark.parametrize(("model", "engine"), [("llama-92m", "other"), ("other", "plain")])

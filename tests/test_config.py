@@ -180,7 +180,7 @@ def test_units_class_names_must_be_a_list(names: Any) -> None:
         UnitGrouping(class_names=names)
 
 
-@pytest.mark.parametrize("name", ["quantised", "hierarchical"])
+@pytest.mark.parametrize("name", ["quantised", "quantized"])
 def test_collectives_that_do_not_exist_yet_list_those_that_do(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' does not exist yet; use one of auto, native, pairwise"):
         ZeroConfig.from_dict({"collectives": name})

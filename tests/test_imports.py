@@ -11,18 +11,18 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 # A file may import from the lines above its own, and from its own line where no circle arises.
 _LAYERS = [
-    ["errors", "config", "deepspeed_config", "ledger"],
+    ["errors", "config", "config_values", "deepspeed_config", "ledger"],
     ["engine.layout", "engine.order"],
     ["engine.torch_compat", "engine.exchange", "engine.buffers", "engine.precision", "engine.host_memory"],
     ["engine.collectives", "engine.board"],
-    ["engine.native", "engine.pairwise", "engine.host", "engine.choosing"],
+    ["engine.native", "engine.pairwise", "engine.host", "engine.hosts", "engine.choosing"],
     ["engine.transport"],
     ["engine.world"],
     ["engine.parameter"],
     ["engine.unit"],
     ["engine.grouping", "engine.hooks", "engine.reduction"],
     ["engine.state_dict"],
-    ["engine.engine"],
+    ["engine.engine", "engine.optimizer_steps"],
     ["engine.partition", "engine.methods"],
     ["checkpoint.pieces", "checkpoint.disk"],
     ["checkpoint.trace", "checkpoint.tensor_file"],

@@ -259,7 +259,7 @@ def test_prefetching_of_less_than_a_unit_gathers_none_ahead() -> None:
 
 def test_units_kept_from_forward_to_backward_are_all_whole_at_once() -> None:
     for found in run_ranks(gathered, 2, {"prefetch_bytes": 0, "reshard_after_forward": False}):
-        assert found.peaks[0] == sum(found.units[1:])  # without the embedding, which no backward reads
+        assert found.peaks[0] == sum(found.units)
         assert found.peaks[-1] == max(found.units)  # an evaluation keeps none
 
 

@@ -55,7 +55,10 @@ class Seam:
 
 
 TORCH = [
-    Seam(DTensor, "__new__", "", "wrap_like: DTensor(local, spec, requires_grad=...)"),
+    Seam(DTensor, "__new__", "", "wrap_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
+    Seam(
+        torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"
+    ),
     Seam(torch.distributed.tensor._api, "", "r._spec = spec", "wrap_like, replaced_by_whole: where a DTensor keeps it"),
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),

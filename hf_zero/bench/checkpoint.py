@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_zero.bench.figures import Spread
 from hf_zero.bench.models import SIZES
 from hf_zero.bench.processes import BenchError, Sample, run_ranks
 
@@ -63,6 +63,6 @@ def table(found: dict[str, list[dict[str, Sample]]]) -> str:
 
 
 def _cell(samples: Sequence[Sample]) -> str:
-    seconds = [sample.seconds for sample in samples]
-    extra = statistics.median(sample.extra_bytes for sample in samples) / 2**20
-    return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f}-{max(seconds):.3f}) {extra:.0f} MiB"
+    seconds = Spread.of([sample.seconds for sample in samples])
+    extra = Spread.of([sample.extra_bytes / 2**20 for sample in samples])
+    return f"{seconds.show(3)} s, {extra.median:.0f} MiB"

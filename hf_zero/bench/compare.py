@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+from hf_zero.bench.figures import Spread, ratio_of
 
 # Engine -> rounds -> figure -> value; None where it could not be measured.
 Round = Mapping[str, float | None]
@@ -53,6 +54,8 @@ def others_than(found: Found, engine: str) -> list[str]:
 def table(found: Found, figures: Sequence[Figure], invalid: Collection[str] = ()) -> str:
     """Medians over the rounds, with the least and the greatest; then the ratios to `plain` and to the best other engine.
 
+    Ratios have 95% bootstrap intervals, and "ahead" or "behind" where these exclude 1.
+
     Args:
         invalid: engines whose results were wrong, which are marked.
     """
@@ -64,17 +67,18 @@ def table(found: Found, figures: Sequence[Figure], invalid: Collection[str] = ()
     if "plain" in found:
         rows.append(["ratio to plain"])
         for engine in others_than(found, "plain"):
-            rows.append([names[engine], *(_cell(ratios(found, engine, f.key, ["plain"]), 2) for f in figures)])
+            rows.append([names[engine], *(_ratio(ratios(found, engine, f.key, ["plain"])) for f in figures)])
     if len(found) > 2:
         rows.append(["ratio to the best other engine of the round"])
         for engine in found:
             others = others_than(found, engine)
-            rows.append([names[engine], *(_cell(ratios(found, engine, f.key, others), 2) for f in figures)])
-    return "\n".join(f"{row[0]:20}{''.join(f'{cell:>28}' for cell in row[1:])}".rstrip() for row in rows)
+            rows.append([names[engine], *(_ratio(ratios(found, engine, f.key, others)) for f in figures)])
+    return "\n".join(f"{row[0]:20}{''.join(f'{cell:>30}' for cell in row[1:])}".rstrip() for row in rows)
 
 
 def _cell(values: Sequence[float], places: int) -> str:
-    if not values:
-        return "-"
-    middle, least, greatest = (f"{each:.{places}f}" for each in (statistics.median(values), min(values), max(values)))
-    return f"{middle} ({least}-{greatest})"
+    return Spread.of(values).show(places) if values else "-"
+
+
+def _ratio(ratios: Sequence[float]) -> str:
+    return str(ratio_of(ratios)) if ratios else "-"

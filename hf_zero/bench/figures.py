@@ -19,6 +19,10 @@ class Spread:
     least: float
     greatest: float
 
+    def show(self, places: int = 0) -> str:
+        """The three, with so many places after the point."""
+        return f"{self.median:.{places}f} ({self.least:.{places}f}-{self.greatest:.{places}f})"
+
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of at least one value."""
@@ -42,7 +46,7 @@ class Ratio:
         return "ahead" if self.high < 1 else "behind" if self.low > 1 else ""
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}] {self.verdict}".rstrip()
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> Ratio:
@@ -52,7 +56,11 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> Ratio:
         values: one a round.
         others: of the same rounds, in the same order.
     """
-    ratios = [value / other for value, other in zip(values, others, strict=True)]
+    return ratio_of([value / other for value, other in zip(values, others, strict=True)])
+
+
+def ratio_of(ratios: Sequence[float]) -> Ratio:
+    """The median of at least one ratio, and its interval."""
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
     tail = (1 - _CONFIDENCE) / 2

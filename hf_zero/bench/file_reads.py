@@ -28,7 +28,7 @@ class ReadCount:
 
     def __enter__(self) -> ReadCount:
         for module in self._modules:
-            vars(module)["safe_open"] = lambda *args, **options: _File(self._open(*args, **options), self._asked)
+            vars(module)["safe_open"] = lambda *args, **options: _Counting(self._open(*args, **options), self._asked)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,44 +36,32 @@ class ReadCount:
             vars(module)["safe_open"] = self._open
 
 
-class _File:
-    """An open file; what is not counted here goes to the file itself."""
+class _Counting:
+    """An open file, or a tensor of it that is read when it is indexed; what is not counted here goes to it."""
 
-    def __init__(self, file: Any, asked: list[int]) -> None:
-        self._file = file
+    def __init__(self, source: Any, asked: list[int]) -> None:
+        self._source = source
         self._asked = asked
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+        return getattr(self._source, name)
 
-    def __enter__(self) -> _File:
-        self._file.__enter__()
+    def __enter__(self) -> _Counting:
+        self._source.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> Any:
-        return self._file.__exit__(*error)
+        return self._source.__exit__(*error)
+
+    def get_slice(self, name: str) -> _Counting:
+        return _Counting(self._source.get_slice(name), self._asked)
 
     def get_tensor(self, name: str) -> Any:
-        return _counted(self._file.get_tensor(name), self._asked)
-
-    def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._file.get_slice(name), self._asked)
-
-
-class _Slice:
-    """A tensor that is read when it is indexed."""
-
-    def __init__(self, tensor: Any, asked: list[int]) -> None:
-        self._tensor = tensor
-        self._asked = asked
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
+        return self._count(self._source.get_tensor(name))
 
     def __getitem__(self, index: Any) -> Any:
-        return _counted(self._tensor[index], self._asked)
+        return self._count(self._source[index])
 
-
-def _counted(tensor: Any, asked: list[int]) -> Any:
-    asked.append(tensor.nbytes)
-    return tensor
+    def _count(self, tensor: Any) -> Any:
+        self._asked.append(tensor.nbytes)
+        return tensor

@@ -140,10 +140,10 @@ def table(result: Result) -> str:
         rows.append(
             [
                 engine,
-                f"{spread.median:.0f} ({spread.least:.0f}-{spread.greatest:.0f})",
+                spread.show(),
                 _ratio(result, engine, "local"),
                 _ratio(result, engine, "ddp"),
-                f"{peak.median:.0f} ({peak.least:.0f}-{peak.greatest:.0f})",
+                peak.show(),
                 "-" if moved is None else f"{moved / _MIB:.1f}",
                 {True: "as ddp", False: "INVALID", None: "-"}[is_valid(result, engine)],
             ]
@@ -158,8 +158,7 @@ def table(result: Result) -> str:
 def _ratio(result: Result, engine: str, base: str) -> str:
     if engine == base or base not in result.runs:
         return "-"
-    found = ratio(*([run.seconds for run in result.runs[name]] for name in (engine, base)))
-    return f"{found} {found.verdict}".rstrip()
+    return str(ratio(*([run.seconds for run in result.runs[name]] for name in (engine, base))))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -57,13 +57,13 @@ class Collectives(ABC):
     Attributes:
         name: as `ZeroConfig.collectives` has it.
         reason: why `auto` chose it, for people; empty where it was asked for.
-        shares_memory: `allocate` gives all ranks the same memory, so that they see each other's rows as they change.
+        num_sharing: ranks that `allocate` gives the same memory, so that they see each other's rows as they change.
         sends_rows_as_given: `reduce_scatter` sends its items in their own dtype, else in that of its outputs.
         staging_bytes: of peers' rows that a reduce-scatter may hold before they are added up, where it holds any.
     """
 
     name: str
-    shares_memory = False
+    num_sharing = 1
     sends_rows_as_given = False
     staging_bytes = 64 * 2**20
 
@@ -95,7 +95,7 @@ class Collectives(ABC):
         self._steps: dict[str, int] = {}
 
     def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
-        """Memory for whole parameters: one for all ranks where they share memory, else one for each.
+        """Memory for whole parameters: one for `num_sharing` ranks.
 
         Args:
             num_bytes: the same on every rank.
@@ -314,11 +314,10 @@ class Collectives(ABC):
 
 
 def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
-    """output = left + right, in the dtype of `output`, which may be one of the two if of its dtype, else `left`."""
+    """output = left + right, in the dtype of `output`, which may be `left`, or `right` where their dtypes are equal."""
     if output.dtype == left.dtype:
         return torch.add(left, right, out=output)
-    if output.data_ptr() != left.data_ptr():
-        output.copy_(left)
+    output.copy_(left)
     return output.add_(right)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from hf_zero.engine import torch_compat
@@ -211,6 +209,7 @@ class ZeroEngine:
         self._recover()
         for entry in self._entries:
             entry.reset()
+        self._drop_gathered()  # if the last forward had no backward, or failed on some ranks only
         self._check_versions()
         if self._whole_reducer is not None:
             self._watch_plain_gradients()
@@ -224,7 +223,7 @@ class ZeroEngine:
             self._order.abandon()
         else:
             self._order.end()
-        self._drop_prefetched()
+        self._drop_gathered(but_kept=True)
         if torch.is_grad_enabled() and (self.units or self._whole_reducer):
             for tensor in _tensors_with_graph(output):
                 tensor.register_hook(self._on_root_gradient)  # type: ignore[no-untyped-call]
@@ -256,8 +255,14 @@ class ZeroEngine:
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
 
-    def _drop_prefetched(self) -> None:
+    def _drop_gathered(self, but_kept: bool = False) -> None:
+        """Release what nobody reads: at events that all ranks share, so that they will gather alike again.
+
+        Args:
+            but_kept: leave those that wait for their backward.
+        """
         for unit in self.units:
+            unit.is_kept = unit.is_kept and but_kept
             if not unit.keeps_whole and not unit.is_leased:
                 unit.release_if_unused()
 
@@ -406,7 +411,7 @@ class ZeroEngine:
         self._session = None
         if session.has_gradients:
             self._finish_gradients(session)
-        self._drop_prefetched()
+        self._drop_gathered()
 
     def _finish_gradients(self, session: _Session) -> None:
         if self._whole_reducer is not None:
@@ -457,7 +462,7 @@ class ZeroEngine:
             p.drop_unshown_whole_grad()
         if session.reducer is not None:
             session.reducer.abandon()
-        self._drop_prefetched()
+        self._drop_gathered()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -474,12 +479,9 @@ class ZeroEngine:
 
     # --- changes of parameters ----------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step, on every rank."""
-        if any(map(self.find, _params_of(optimizer))):
-            if self.world.partitions:
-                _choose_fused(optimizer)
-            self._before_write("the optimizer's step")
+    def before_step(self) -> None:
+        """An optimizer that holds parameters of this engine is about to step, on every rank."""
+        self._before_write("the optimizer's step")
 
     def _before_write(self, what: str) -> None:
         if self.world.collectives is not None and any(unit.is_shared for unit in self.units):
@@ -487,7 +489,10 @@ class ZeroEngine:
 
     def on_step(self, params: Iterable[Tensor]) -> None:
         """An optimizer that holds `params` has stepped, on every rank."""
-        self._changed([p for p in map(self.find, params) if p is not None])
+        held = [p for p in map(self.find, params) if p is not None]
+        self._changed([p for p in held if p.param.requires_grad or p.param.grad is not None])
+        if held:
+            self._drop_gathered()  # also units without anything that has changed
 
     def mark_dirty(self) -> None:
         """All ranks have changed parameters by hand: whole tensors kept in stages 1 and 2 must be gathered again."""
@@ -548,46 +553,3 @@ def _refuse_create_graph() -> None:
         "backward with create_graph=True is not supported under ZeRO: gradients of partitioned parameters are reduced "
         "outside autograd, so they cannot be differentiated again"
     )
-
-
-def _choose_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Let Adam and AdamW run fused where the user has not said how: several times faster on a CPU, and in place."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
-        return
-    for param_group in optimizer.param_groups:
-        is_open = param_group.get("fused") is None and param_group.get("foreach") is None
-        is_plain = not param_group.get("capturable") and not param_group.get("differentiable")
-        if is_open and is_plain and all(map(_can_be_fused, param_group["params"])):
-            param_group["fused"] = True
-
-
-def _can_be_fused(param: Tensor) -> bool:
-    # Parameters of other models are plain tensors, which no fused step takes together with partitioned ones.
-    return isinstance(param, DTensor) and param.is_floating_point() and param.device.type in ("cpu", "cuda")
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for engine in live_engines():
-        for param in _params_of(optimizer):
-            name = engine.replaced_name(param)
-            if name is not None:
-                raise PartitionError(
-                    f"the optimizer holds {name!r} as it was before the model was partitioned, so it would train nothing: "
-                    "make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
-                )
-        engine.before_step(optimizer)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for engine in live_engines():
-        engine.on_step(_params_of(optimizer))
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for param_group in optimizer.param_groups for param in param_group["params"]]
-
-
-# Fused and foreach steps leave no trace on the parameters, so the step itself has to tell. These hooks act only on
-# optimizers that hold parameters of a live engine.
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

@@ -105,12 +105,13 @@ class Entry:
 
     Attributes:
         units: the units.
-        reads_in_backward: whether the backward of a call reads its parameters; that of an embedding needs indices only.
+        reads_in_backward: whether the backward of a call reads its parameters.
     """
 
     def __init__(self, engine: ZeroEngine, module: nn.Module, units: list[Unit]) -> None:
         self.units = units
-        self.reads_in_backward = type(module) is not nn.Embedding
+        self.reads_in_backward = reads_in_backward(module)
+        self._keeps = self.reads_in_backward or not engine.world.config.reshard_after_forward
         self.backward_call: Call | None = None  # whose tensors are in the modules during backward
         self._engine = weakref.ref(engine)
         self._stack: list[tuple[Call, list[Tensor]] | None] = []
@@ -168,7 +169,7 @@ class Entry:
         watched = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if not torch.is_grad_enabled():
             watched = []
-        call.release(kept=engine.kept_for_backward if watched and self.reads_in_backward else ())
+        call.release(kept=engine.kept_for_backward if watched and self._keeps else ())
         if watched:
             on_gradient = _OnOutputGradient(engine, call, tensors)
             for tensor in watched:
@@ -178,6 +179,15 @@ class Entry:
         """Forget calls that never came to their end."""
         self._stack.clear()
         self.backward_call = None
+
+
+def reads_in_backward(module: nn.Module) -> bool:
+    """Whether the backward of a call of `module` reads its parameters; that of a plain embedding needs indices only.
+
+    Not by its hooks, which may differ between ranks: one that computes with the weights makes torch's backward raise.
+    """
+    is_plain = type(module) is nn.Embedding and module._parameters.keys() == {"weight"}
+    return not is_plain or bool(module._modules) or "forward" in vars(module)
 
 
 class _OnOutputGradient:

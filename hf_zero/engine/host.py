@@ -1,4 +1,4 @@
-"""Exchanges between ranks of one host through its memory: shards are read where they live, gradients where they lie."""
+"""Exchanges through the memory of a host: shards are read where they live, gradients where they lie."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ _REASONS = (
     "",
     "it needs Linux on x86-64",
     "the parameters are not in the host's memory",
-    "a rank cannot open the others' shared memory (they are on another host, or isolated from each other)",
+    "a rank cannot open the others' shared memory (they are isolated from each other)",
     "a rank may not read the others' memory (the system call process_vm_readv is forbidden)",
     "a rank cannot see whether the others live (the system call pidfd_open is missing or forbidden)",
+    "every host has one rank only",
+    "hosts have different numbers of ranks",
 )
 
 
@@ -43,41 +45,44 @@ class _Shared:
     end: int
 
 
-class HostCollectives(Collectives):
-    """Ranks of one host that share memory.
+class HostMemory(Collectives):
+    """What exchanges through the memory of a host have in common, whether all ranks are on it or not.
 
-    Whole parameters live once a host, where every rank's rows are its part of them (`allocate`): a gather moves nothing,
-    and only waits until every owner has come to it. A reduce-scatter reads the peers' gradients where autograd wrote
-    them, a piece at a time, and adds them in rank order. See [Note: lanes] for how ranks know of each other.
+    Whole parameters live once a host, where every rank's rows are its part of them. See [Note: lanes] for how the ranks of a
+    host know of each other.
+
+    Args:
+        board: of the ranks of this host.
+        given: as of `Collectives`.
     """
 
     name = "host"
-    shares_memory = True
-    sends_rows_as_given = True
 
-    def __init__(self, board: Board, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, board: Board, *given: Any) -> None:
+        super().__init__(*given)
         self._board = board
+        self._mates = sorted(board.pid_of)  # the ranks of this host
+        self.num_sharing = len(self._mates)
         self._shared: list[_Shared] = []
         self._scratch: list[Tensor] = []
 
     def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
         """See `Collectives.allocate`."""
-        problem, memory, handle = "", None, (0, 0)
-        if self.rank == 0:
+        problem, memory, handle, leader = "", None, (0, 0), self._mates[0]
+        if self.rank == leader:
             try:
                 descriptor, memory = host_memory.create(num_bytes)
                 handle = (os.getpid(), descriptor)
             except host_memory.PeerMemoryError as error:
                 problem = str(error)
-        pid, descriptor = self.agree(handle, f"shared memory of {label}")[0]
-        if self.rank != 0 and pid:
+        pid, descriptor = self.agree(handle, f"shared memory of {label}")[leader]
+        if self.rank != leader and pid:
             try:
                 memory = host_memory.attach(pid, descriptor, num_bytes, writes=True)
             except host_memory.PeerMemoryError as error:
                 problem = str(error)
         failed = [rank for rank, (flag,) in enumerate(self.agree([int(memory is None)], label)) if flag]
-        if self.rank == 0 and pid:
+        if self.rank == leader and pid:
             os.close(descriptor)
         if memory is None or failed:
             raise CollectiveError(
@@ -97,6 +102,52 @@ class HostCollectives(Collectives):
     def settle(self) -> None:
         """See `Collectives.settle`."""
         self._board.lanes["reduce_scatter"].settle("the end of reduce_scatter", self.timeout_s)
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(each.first <= address < each.end for each in self._shared if each.memory() is not None)
+
+    def _sum_rows(
+        self, items: Sequence[Rows], owner: int, outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
+    ) -> None:
+        """Add up the rows of rank `owner` over the ranks of this host; `numbers` has the addresses of the peers' items."""
+        for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
+            addresses = {peer: values[index] for peer, values in numbers.items()}
+            start, stop = item.layout.span(owner)
+            step = _PIECE_BYTES // item.flat.itemsize
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                piece = output[first - start : last - start]
+                self._sum_piece(item.flat, addresses, first, last, piece)
+                divide(piece, divisor)
+
+    def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
+        """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of the tensors of this host's ranks."""
+        if not self._scratch:
+            self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
+        terms = []
+        for place, rank in enumerate(self._mates):
+            if rank == self.rank:
+                terms.append(flat[first:last])
+            else:
+                memory = self._scratch[place % 2]
+                term = memory[: (last - first) * flat.itemsize].view(flat.dtype)
+                source = addresses[rank] + first * flat.itemsize
+                host_memory.read(self._board.pid_of[rank], source, term.data_ptr(), term.nbytes)
+                terms.append(term)
+            if len(terms) == 2:
+                left, right = terms
+                terms = [add(left, right, output)]
+
+
+class HostCollectives(HostMemory):
+    """Ranks that are all on one host.
+
+    A gather moves nothing, and only waits until every owner has come to it. A reduce-scatter reads the peers' gradients where
+    autograd wrote them, a piece at a time, and adds them in rank order.
+    """
+
+    sends_rows_as_given = True
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
@@ -125,43 +176,8 @@ class HostCollectives(Collectives):
             output.numel() * item.flat.itemsize * (self.num_ranks - 1)
             for item, output in zip(items, outputs, strict=True)
         )
-        finish = partial(self._sum_rows, items, outputs, divisor)
+        finish = partial(self._sum_rows, items, self.rank, outputs, divisor)
         return self._post("reduce_scatter", unit, numbers, received, finish, items, False)
-
-    def _sum_rows(
-        self, items: Sequence[Rows], outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
-    ) -> None:
-        for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
-            addresses = {peer: values[index] for peer, values in numbers.items()}
-            start, stop = item.layout.span(self.rank)
-            step = _PIECE_BYTES // item.flat.itemsize
-            for first in range(start, stop, step):
-                last = min(first + step, stop)
-                piece = output[first - start : last - start]
-                self._sum_piece(item.flat, addresses, first, last, piece)
-                divide(piece, divisor)
-
-    def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
-        """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of every rank's tensor."""
-        if not self._scratch:
-            self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
-        terms = []
-        for rank in range(self.num_ranks):
-            if rank == self.rank:
-                terms.append(flat[first:last])
-            else:
-                memory = self._scratch[rank % 2 if rank > 1 else rank]
-                term = memory[: (last - first) * flat.itemsize].view(flat.dtype)
-                source = addresses[rank] + first * flat.itemsize
-                host_memory.read(self._board.pid_of[rank], source, term.data_ptr(), term.nbytes)
-                terms.append(term)
-            if len(terms) == 2:
-                left, right = terms
-                terms = [add(left, right, output)]
-
-    def _is_shared(self, tensor: Tensor) -> bool:
-        address = tensor.data_ptr()
-        return any(each.first <= address < each.end for each in self._shared if each.memory() is not None)
 
     def _swap(self, message: Tensor, label: str, timeout_s: float) -> list[Tensor]:
         self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
@@ -216,11 +232,14 @@ class _HostExchange(Exchange):
         self._is_done = True
 
 
-def connect(meeting: Collectives) -> Board | str:
-    """Map the boards of all ranks; or why that cannot be had, the same on every rank.
+def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
+    """Map the boards of all ranks of this host; or why that cannot be had, the same on every rank.
 
     Args:
         meeting: the same ranks, over the network.
+
+    Returns:
+        The board, and the ranks of each host, as many on every one.
     """
     code = 0 if host_memory.is_supported() else 1
     if meeting.device.type != "cpu":
@@ -234,15 +253,17 @@ def connect(meeting: Collectives) -> Board | str:
             host_memory.let_peers_read()
         except host_memory.PeerMemoryError:
             code = 3
-    facts = [code, os.getpid(), descriptor, token, probe.buffer_info()[0], probe[0]]
+    facts = [host_memory.host_number(), code, os.getpid(), descriptor, token, probe.buffer_info()[0], probe[0]]
     rows = meeting.agree(facts, "the memory of the host")
-    code = max(row[0] for row in rows)
+    numbers = [row[0] for row in rows]
+    hosts = [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
+    code = max(row[1] for row in rows) or _shape_problem(hosts)
     peers = {}
-    for rank, (_, pid, number, expected, address, value) in enumerate(rows):
-        if code or rank == meeting.rank:
+    for rank, (number, _, pid, peers_descriptor, expected, address, value) in enumerate(rows):
+        if code or rank == meeting.rank or number != numbers[meeting.rank]:
             continue
         try:
-            memory = host_memory.attach(pid, number, BOARD_BYTES, writes=False)
+            memory = host_memory.attach(pid, peers_descriptor, BOARD_BYTES, writes=False)
             code = 0 if memoryview(memory).cast("q")[0] == expected else 3
             peers[rank] = (pid, memory)
         except host_memory.PeerMemoryError:
@@ -257,7 +278,13 @@ def connect(meeting: Collectives) -> Board | str:
     code = max(code for (code,) in meeting.agree([code], "reading the memory of the host"))
     if descriptor >= 0:
         os.close(descriptor)
-    return _REASONS[code] if code or board is None else board
+    return _REASONS[code] if code or board is None else (board, hosts)
+
+
+def _shape_problem(hosts: list[list[int]]) -> int:
+    """0 if every host has the same number of ranks, and more than one, else an index of `_REASONS`."""
+    sizes = {len(ranks) for ranks in hosts}
+    return 7 if len(sizes) > 1 else 6 if sizes == {1} else 0
 
 
 def _probe(pid: int, address: int, expected: int) -> int:

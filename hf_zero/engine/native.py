@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.engine import torch_compat
 from hf_zero.engine.collectives import Collectives, Rows, divide
-from hf_zero.engine.exchange import Exchange
+from hf_zero.engine.exchange import Exchange, Part, named
 
 
 class NativeCollectives(Collectives):
-    """torch.distributed's own collectives, one a parameter, in place."""
+    """torch.distributed's own collectives, in place: one call a parameter, which NCCL runs as one launch a unit.
+
+    NCCL runs on a stream of its own, which waits for what was queued before the call; the computing stream waits for it where
+    the result is used. So gathers and reductions overlap with what is computed between the two, without host synchronisation.
+    """
 
     name = "native"
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._coalesces = self.backend == "nccl"
+
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
-        parts, received = [], 0
+        calls: list[Callable[[], dist.Work | None]] = []
+        received = 0
         description = self._describe("gather", unit)
         for item in items:
             chunk = item.layout.chunk_numel
             if not chunk:
                 continue
             own = item.flat[self.rank * chunk : (self.rank + 1) * chunk]
-            work = self._start(description, partial(self._gather_around, item.flat, own))
-            parts.append(self._part(work))
+            calls.append(partial(self._gather_around, item.flat, own))
             received += item.flat.nbytes - own.nbytes
+        parts = self._start_all(description, calls, self.gather_group)
         return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), keep=items)
+
+    def _start_all(
+        self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
+    ) -> list[Part]:
+        if not self._coalesces or not calls:
+            return [self._part(self._start(description, call)) for call in calls]
+        try:
+            with torch_compat.coalesced(group) as works:
+                for call in calls:
+                    call()
+        except RuntimeError as error:
+            raise named(error, description, None, self.timeout_s) from error
+        return [self._part(work) for work in works]
 
     def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
         if self.backend != "gloo":
@@ -44,7 +68,8 @@ class NativeCollectives(Collectives):
 
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`."""
-        parts, keep, copies, received = [], [], [], 0
+        calls: list[Callable[[], dist.Work | None]] = []
+        keep, copies, received = [], [], 0
         description = self._describe("reduce_scatter", unit)
         for item, output in zip(items, outputs, strict=True):
             layout = item.layout
@@ -57,9 +82,7 @@ class NativeCollectives(Collectives):
             if output.numel() != layout.chunk_numel:
                 chunk = output.new_empty(layout.chunk_numel)
                 copies.append((output, chunk[: output.numel()]))
-            call = partial(dist.reduce_scatter_tensor, chunk, padded, group=self.group, async_op=True)
-            work = self._start(description, call)
-            parts.append(self._part(work))
+            calls.append(partial(dist.reduce_scatter_tensor, chunk, padded, group=self.group, async_op=True))
             keep.append((padded, chunk))
             received += padded.nbytes - chunk.nbytes
 
@@ -69,5 +92,6 @@ class NativeCollectives(Collectives):
             for output in outputs:
                 divide(output, divisor)
 
+        parts = self._start_all(description, calls, self.group)
         entry = self.ledger.add("reduce_scatter", unit, received)
         return Exchange(description, self.timeout_s, parts, entry, finish, keep)

@@ -128,7 +128,7 @@ class PairwiseCollectives(Collectives):
 
         def add_up() -> None:
             for piece, of_piece in terms:
-                _sum_in_rank_order(piece.output, of_piece, divisor)
+                sum_in_order(piece.output, [of_piece[rank] for rank in sorted(of_piece)], divisor)
 
         return parts, add_up
 
@@ -183,9 +183,8 @@ def _parcels(items: Sequence[Rows]) -> list[list[Rows]]:
     return [*alone, *packed.values()]
 
 
-def _sum_in_rank_order(output: Tensor, by_rank: dict[int, Tensor], divisor: int) -> None:
+def sum_in_order(output: Tensor, terms: Sequence[Tensor], divisor: int) -> None:
     """output = (((t0 + t1) + t2) + ...) / divisor, where `output` may be one of the first two terms, or wider than all."""
-    terms = [by_rank[rank] for rank in sorted(by_rank)]
     # A part at a time, which stays in the cache until it is divided.
     for part, first, *others in zip(*(torch.split(each, _PART_NUMEL) for each in (output, *terms)), strict=True):
         total = first

@@ -12,7 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import torch_compat
+from hf_zero.engine import (
+    optimizer_steps,  # noqa: F401  (its hooks see every optimizer)
+    torch_compat,
+)
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.grouping import Found, find_parameters, named_blocks
 from hf_zero.engine.hooks import Hook

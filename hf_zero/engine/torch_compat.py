@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -86,6 +88,19 @@ def forget_old_groups(default_group: object) -> None:
     if _cached_for is None or _cached_for() is not default_group:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         _cached_for = None if default_group is None else weakref.ref(default_group)
+
+
+@contextlib.contextmanager
+def coalesced(group: dist.ProcessGroup) -> Iterator[list[dist.Work]]:
+    """Within: collectives of one kind on `group` are collected; at the end they start together. Yields what to wait for."""
+    works: list[dist.Work] = []
+    try:
+        with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
+            yield works
+    except BaseException:
+        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # torch would collect for ever
+        raise
+    works += manager.works
 
 
 def is_profiling() -> bool:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from hf_zero.config import COLLECTIVES_VARIABLE
 from hf_zero.engine import choosing
-from hf_zero.engine.board import Board
 from hf_zero.engine.collectives import Collectives
 from hf_zero.engine.host import HostCollectives, connect
+from hf_zero.engine.hosts import SeveralHostsCollectives
 from hf_zero.engine.native import NativeCollectives
 from hf_zero.engine.pairwise import PairwiseCollectives
 from hf_zero.errors import ConfigError
@@ -83,10 +83,12 @@ def _candidates(pairwise: Collectives, given: tuple[Any, ...]) -> tuple[list[Col
     native = NativeCollectives(*given)
     if pairwise.backend != "gloo":
         return [native], "the parameters are not in the host's memory"  # NCCL's own collectives are the right ones
-    board = connect(pairwise)
-    if isinstance(board, Board):
-        return [HostCollectives(board, *given), pairwise, native], ""
-    return [pairwise, native], board
+    found = connect(pairwise)
+    if isinstance(found, str):
+        return [pairwise, native], found
+    board, hosts = found
+    host = HostCollectives(board, *given) if len(hosts) == 1 else SeveralHostsCollectives(board, hosts, *given)
+    return [host, pairwise, native], ""
 
 
 @dataclass(frozen=True)

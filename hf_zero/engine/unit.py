@@ -116,11 +116,14 @@ class Unit:
         # A parameter that is whole at rest, in the compute dtype, is read where it lives.
         self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype]
         self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
+        self._stale = list(parameters)  # of shared memory: what has changed since it was gathered
         self._slots: dict[int, _Slot] = {}  # id(ZeroParameter) -> its place, once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.config.policy.shards_parameters
         collectives = world.collectives
-        self.is_shared = collectives is not None and collectives.shares_memory and any(p.is_sharded for p in parameters)
+        self.is_shared = (
+            collectives is not None and collectives.num_sharing > 1 and any(p.is_sharded for p in parameters)
+        )
         if self.keeps_whole or self.is_shared:
             self._move_in()
 
@@ -156,13 +159,15 @@ class Unit:
         """Begin to make the whole tensors, as every rank does at this point; `acquire` waits for it.
 
         Args:
-            only: parameters of this unit whose rows have changed; all by default.
+            only: parameters of this unit whose rows have changed; by default all, or those that have in shared memory.
         """
         self._wait()
         if not self.keeps_whole and not self.is_shared:
             self._memory.take(self._storage, self.buffer_nbytes)
         if not self._slots:
             self._slots = self._make_slots()
+        if only is None and self.is_shared:
+            only, self._stale = self._stale, []
         chosen = self._slots.values() if only is None else [self._slots[id(p)] for p in only if id(p) in self._slots]
         _fill_own_rows(chosen)
         items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
@@ -234,6 +239,7 @@ class Unit:
                 self._wait()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does
         elif self._leases or self.is_shared:
             self._wait()
+            self._stale += [p for p in parameters if p not in self._stale]
             self.residency = Residency.RELEASED  # a graph may still hold the old bytes; the next use gathers again
         else:
             self.release_if_unused()

@@ -24,7 +24,7 @@ def test_every_engine_is_measured_and_hf_zero_asks_for_its_rows_only(tmp_path: P
     plan = Plan(str(tmp_path / "model"), 2, 1, "float32", ("plain", "hf_zero"))
     lines = load.run(plan, tmp_path / "found.json").splitlines()
     assert [line.split("  ")[0] for line in lines[2:]] == ["plain", "hf_zero", "ratio to plain", "hf_zero"]
-    assert lines[-1].endswith("0.50 (0.50-0.50)")
+    assert lines[-1].endswith("0.500 [0.500, 0.500] ahead")
     found = json.loads((tmp_path / "found.json").read_text())["found"]
     assert found["hf_zero"]["is_valid"] and found["hf_zero"]["ratio_to_plain"]["read_bytes"] == [0.5]
     assert [set(rank) for rank in found["plain"]["ranks"][0]] == 2 * [set(_rank(1.0))]

@@ -3,15 +3,19 @@
 import datetime
 import itertools
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.engine import torch_compat
 from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.exchange import Exchange, Part
 from hf_zero.engine.layout import RowLayout
+from hf_zero.engine.native import NativeCollectives
 from hf_zero.engine.pairwise import _PART_NUMEL
 from hf_zero.engine.transport import make_collectives
 from hf_zero.errors import CollectiveError, ConfigError
@@ -145,6 +149,40 @@ def test_staging_of_a_large_gradient_is_bounded_whatever_its_size(num_ranks: int
         assert whole >= 0.99 * staged
         widened = 4 * _PART_NUMEL if dtype == torch.bfloat16 else 0  # what torch makes of a term in float32
         assert peak < budget + widened + 1000
+
+
+def _coalesced(coalesces: bool) -> tuple[list[Tensor], int]:
+    """What a gather and a reduction of several parameters give, and how many launches they take together."""
+    collectives = _make("native")
+    assert isinstance(collectives, NativeCollectives)
+    launches: list[dist.ProcessGroup] = []
+
+    def count(group: dist.ProcessGroup) -> Any:
+        launches.append(group)
+        return coalesced(group)
+
+    coalesced = torch_compat.coalesced
+    if coalesces:
+        collectives.backend, collectives._coalesces = "nccl", True  # gloo can do it as well
+    rank, layouts = collectives.rank, _layouts(collectives.num_ranks)
+    items = [Rows(_padded(_values(rank, i, layout, torch.float32), layout), layout) for i, layout in enumerate(layouts)]
+    outputs = [torch.empty(layout.local_numel(rank)) for layout in layouts]
+    gradients = [Rows(item.flat[: item.layout.numel].clone(), item.layout) for item in items]
+    with mock.patch.object(torch_compat, "coalesced", count):
+        collectives.gather(items, "unit").wait()
+        collectives.reduce_scatter(gradients, outputs, "unit", divisor=2).wait()
+    return [item.flat for item in items] + outputs, len(launches)
+
+
+def _padded(values: Tensor, layout: RowLayout) -> Tensor:
+    return torch.nn.functional.pad(values, (0, layout.padded_numel - layout.numel))
+
+
+def test_native_collectives_of_a_unit_are_one_launch_where_the_backend_coalesces() -> None:
+    apart, together = run_ranks(_coalesced, 2, False), run_ranks(_coalesced, 2, True)
+    for (expected, none), (found, launches) in zip(apart, together, strict=True):
+        assert (none, launches) == (0, 2)
+        assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
 
 
 def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:

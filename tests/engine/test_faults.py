@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def _make(choice: str, timeout_s: float = _LONG_S) -> Collectives:
 
 
 @dataclass
-class _Training:
+class Training:
     """A tiny model in training on this rank.
 
     `evaluate` runs between backward and step: a rank that is early must not change what others still read.
@@ -95,8 +95,9 @@ class _Training:
 
 
 @contextlib.contextmanager
-def _delays(training: _Training) -> Iterator[None]:
-    """Random pauses, others on every rank, wherever ranks could get out of step."""
+def delays(training: Training) -> Iterator[None]:
+    """Random pauses, others on every rank, wherever ranks could get out of step; gradients are NaN once they are settled."""
+    given: list[Tensor] = []
     chance = random.Random(dist.get_rank())
 
     def pause(*_: object) -> None:
@@ -112,17 +113,29 @@ def _delays(training: _Training) -> Iterator[None]:
 
         return wrapper
 
+    def remember(self: Collectives, items: Sequence[Rows], *args: Any) -> Exchange:
+        given.extend(item.flat for item in items)
+        return reduce_scatter(self, items, *args)
+
+    def settle_and_spoil(self: Collectives) -> None:
+        settle(self)
+        for flat in given:
+            flat.fill_(torch.nan)
+        given.clear()
+
     def pause_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
         pause()
         if output.requires_grad:
             output.register_hook(pause)
 
     made = training.model.__dict__["_zero_engine"].world.collectives
-    seams = [(type(made), name) for name in ("gather", "reduce_scatter", "before_write", "settle")]
-    seams += [(Exchange, "wait"), (_HostExchange, "wait")]
+    reduce_scatter, settle = type(made).reduce_scatter, type(made).settle
+    seams = [(type(made), "gather", type(made).gather), (type(made), "before_write", type(made).before_write)]
+    seams += [(type(made), "reduce_scatter", remember), (type(made), "settle", settle_and_spoil)]
+    seams += [(owner, "wait", owner.wait) for owner in (Exchange, _HostExchange)]
     with contextlib.ExitStack() as stack:
-        for owner, name in seams:
-            stack.enter_context(mock.patch.object(owner, name, paused(getattr(owner, name))))
+        for owner, name, call in seams:
+            stack.enter_context(mock.patch.object(owner, name, paused(call)))
         stack.enter_context(mock.patch.object(training.optimizer, "step", paused(training.optimizer.step)))
         for module in training.model.modules():
             if not list(module.children()):
@@ -133,8 +146,8 @@ def _delays(training: _Training) -> Iterator[None]:
 def _train(
     choice: str, stage: int, compute_dtype: str | None, is_delayed: bool, num_steps: int
 ) -> tuple[list[float], list[Tensor]]:
-    training = _Training(choice, stage, compute_dtype)
-    with _delays(training) if is_delayed else contextlib.nullcontext():
+    training = Training(choice, stage, compute_dtype)
+    with delays(training) if is_delayed else contextlib.nullcontext():
         for _ in range(num_steps):
             training.step()
     return training.losses, training.rows()
@@ -227,7 +240,7 @@ def test_rank_that_stalls_is_named_with_the_operation_and_the_timeout(choice: st
 
 
 def _stall_before_step() -> str:
-    training = _Training("host", stage=2, timeout_s=2.0)
+    training = Training("host", stage=2, timeout_s=2.0)
     training.backward()
     dist.barrier()
     if dist.get_rank() == 1:
@@ -389,7 +402,7 @@ def _named_memory() -> set[str]:
 
 def _kill_in_training(victims: list[int]) -> tuple[str, bool]:
     names = _named_memory()
-    training = _Training("host", stage=3, timeout_s=_LONG_S)
+    training = Training("host", stage=3, timeout_s=_LONG_S)
     training.step()
     assert len(_shared_mappings()) > 2
     has_new_names = _named_memory() != names
@@ -426,7 +439,7 @@ def test_killed_ranks_leave_nothing_behind(victims: list[int]) -> None:
 def _drop(stage: int) -> list[int]:
     counts = [_left()]
     for _ in range(2):
-        training = _Training("host", stage)
+        training = Training("host", stage)
         training.step()
         counts.append(len(_shared_mappings()) + len(_shared_descriptors()))
         del training

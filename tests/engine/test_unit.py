@@ -126,13 +126,13 @@ def _graph_dropped() -> None:
     twins.model(twins.own())  # its graph goes, at a time of its own on each rank
     gc.collect()
     assert memory.bytes == whole
-    ledger.reset()
     with torch.no_grad():
         twins.model(twins.own())
-    loss = square_loss(twins.model, twins.own())
-    assert memory.bytes == whole and not _gathers(twins)
-    loss.backward()
     assert memory.bytes == 0
+    loss = square_loss(twins.model, twins.own())
+    ledger.reset()
+    loss.backward()
+    assert memory.bytes == 0 and not _gathers(twins)
     twins.model(twins.own())
     twins.backward_reference()
     twins.update()
@@ -140,8 +140,43 @@ def _graph_dropped() -> None:
     twins.step()
 
 
-def test_units_kept_for_a_dropped_graph_come_back_with_the_next_backward_or_step() -> None:
+def test_units_kept_for_a_dropped_graph_come_back_with_the_next_forward_or_step() -> None:
     run_ranks(_graph_dropped, 2)
+
+
+def _one_rank_fails(config: dict[str, Any]) -> None:
+    """A forward that fails on one rank alone leaves its units released, while those of the others wait for a backward."""
+    twins = Twins(3, timeout_s=5.0, **config)
+    twins.step()
+    if twins.rank == 1:
+        fails = twins.model.head.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            twins.model(twins.own())
+        fails.remove()
+    else:
+        twins.model(twins.own())
+    twins.step(2)
+    twins.assert_same_output()
+
+
+@pytest.mark.parametrize("config", [{}, {"reshard_after_forward": False}, {"prefetch_bytes": 0}])
+def test_training_goes_on_after_a_forward_that_fails_on_one_rank(config: dict[str, Any]) -> None:
+    run_ranks(_one_rank_fails, 2, config)
+
+
+def _part_of_the_loss() -> None:
+    """Rank 1's loss leaves out a unit that was kept for its backward."""
+    twins = Twins(3, timeout_s=5.0)
+    for _ in range(3):
+        hidden: list[torch.Tensor] = []
+        hook = twins.model.blocks[2].register_forward_hook(lambda *args: hidden.append(args[-1]))
+        loss = square_loss(twins.model, twins.own())
+        hook.remove()
+        (hidden[0].pow(2).mean() if twins.rank == 1 else loss).backward()
+
+
+def test_unit_that_one_ranks_loss_leaves_out_is_released_on_all() -> None:
+    run_ranks(_part_of_the_loss, 2)
 
 
 def _step_between(config: dict[str, Any]) -> None:

@@ -1,0 +1,132 @@
+"""Reading one value of a configuration: as `ZeroConfig` keeps it, or a ConfigError that names its key."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from typing import NoReturn
+
+from hf_zero.errors import ConfigError
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+_NUMBER = r"\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?"
+_BYTE_SIZE = re.compile(rf"({_NUMBER})\s*((?:[kmgt]i?)?b)?", re.ASCII | re.IGNORECASE)
+_BYTE_UNITS = {"b": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+LARGEST = 2**63 - 1
+
+_DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_FUTURE_COLLECTIVES = ("quantised", "quantized")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: not too long."""
+    return _SHORT.repr(value)
+
+
+def fail(key: str, value: object, problem: str) -> NoReturn:
+    """Raise the ConfigError of one key."""
+    raise ConfigError(f"key '{key}': {shown(value)} {problem}")
+
+
+def _as_number(value: object) -> int | float | None:
+    """A finite number, or None; strings too, since YAML 1.1 reads 1e5 as one. A bool is not a number."""
+    if isinstance(value, str) and re.fullmatch(_NUMBER, value.strip(), re.ASCII | re.IGNORECASE):
+        value = int(value) if value.strip().isdigit() else float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if isinstance(value, int) or math.isfinite(value) else None
+
+
+def integer(key: str, value: object, *, minimum: int, maximum: int, advice: str) -> int:
+    """A whole number from `minimum` to `maximum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        fail(key, value, advice)
+    return int(value)
+
+
+def count(key: str, value: object, *, minimum: int) -> int:
+    """A number of elements; 1e5 is one too."""
+    number = _as_number(value)
+    if number is None or number != int(number) or not minimum <= number <= LARGEST:
+        fail(key, value, f"is not a number of elements; use a whole number of at least {minimum}")
+    return int(number)
+
+
+def num_bytes(key: str, value: object, *, minimum: int) -> int:
+    """A number of bytes, or a string with a unit."""
+    match = _BYTE_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    unit = (match[2] or "").lower() if match else ""
+    number = _as_number(match[1] if match else value)
+    if number is not None and unit:
+        number = number * _BYTE_UNITS[unit]  # "1.5GiB" is whole enough: the rest of a byte is dropped below
+    elif number is not None and number != int(number):
+        number = None
+    if number is None or not minimum <= number <= LARGEST:
+        fail(key, value, f'is not a number of bytes; use a number of at least {minimum}, "64MiB", "1GiB" or "500MB"')
+    return int(number)
+
+
+def seconds(key: str, value: object) -> float:
+    """A time above 0."""
+    number = _as_number(value)
+    if number is None or not 0 < number <= LARGEST:
+        fail(key, value, "is not a time in seconds; use a number above 0")
+    return float(number)
+
+
+def boolean(key: str, value: object) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        fail(key, value, "is not a boolean; use true or false")
+    return value
+
+
+def word(key: str, value: object, *, words: tuple[str, ...]) -> str:
+    """One of `words`."""
+    if not isinstance(value, str) or value not in words:
+        fail(key, value, f"is not one of the choices; use {', '.join(words)}")
+    return value
+
+
+def dtype(key: str, value: object, *, words: tuple[str, ...]) -> str:
+    """One of `words`, which may be given as a torch dtype, or by a short name."""
+    # A torch dtype is recognised without importing torch: its str() is "torch.bfloat16".
+    is_torch_dtype = (type(value).__module__, type(value).__name__) == ("torch", "dtype")
+    name = str(value).removeprefix("torch.") if isinstance(value, str) or is_torch_dtype else None
+    name = _DTYPE_ALIASES.get(name, name) if name is not None else None
+    if name == "float16":
+        fail(key, value, "with its loss scaling is not supported yet; use bfloat16")
+    if name not in words:
+        fail(key, value, f"is not one of the choices; use {', '.join(words)}")
+    return name
+
+
+def collectives(key: str, value: object) -> str:
+    """A name of a way to exchange."""
+    words = ("auto", "native", "pairwise", "host")
+    if isinstance(value, str) and value in _FUTURE_COLLECTIVES:
+        fail(key, value, f"does not exist yet; use one of {', '.join(words)}")
+    return word(key, value, words=words)
+
+
+def reduce_scatter(key: str, value: object) -> bool | str:
+    """See `ZeroConfig.reduce_scatter`."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value != "to_owner":
+        fail(key, value, "is not one of the choices; use true, false or to_owner")
+    return value
+
+
+def world_size(key: str, value: object) -> int | None:
+    """A number of ranks, or None."""
+    if value is None:
+        return None
+    return integer(key, value, minimum=1, maximum=LARGEST, advice="is not a number of ranks; use 1 or more, or null")

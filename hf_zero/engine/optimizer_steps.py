@@ -1,0 +1,59 @@
+"""What the engine does when an optimizer steps: it takes the fused step where it may, and tells the engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hf_zero.engine.engine import live_engines
+from hf_zero.errors import PartitionError
+
+
+def _choose_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let Adam and AdamW run fused where the user has not said how: several times faster on a CPU, and in place."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
+        return
+    for param_group in optimizer.param_groups:
+        is_open = param_group.get("fused") is None and param_group.get("foreach") is None
+        is_plain = not param_group.get("capturable") and not param_group.get("differentiable")
+        if is_open and is_plain and all(map(_can_be_fused, param_group["params"])):
+            param_group["fused"] = True
+
+
+def _can_be_fused(param: Tensor) -> bool:
+    # Parameters of other models are plain tensors, which no fused step takes together with partitioned ones.
+    return isinstance(param, DTensor) and param.is_floating_point() and param.device.type in ("cpu", "cuda")
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    params = _params_of(optimizer)
+    for engine in live_engines():
+        name = next(filter(None, map(engine.replaced_name, params)), None)
+        if name is not None:
+            raise PartitionError(
+                f"the optimizer holds {name!r} as it was before the model was partitioned, so it would train nothing: "
+                "make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
+            )
+        if any(map(engine.find, params)):
+            if engine.world.partitions:
+                _choose_fused(optimizer)
+            engine.before_step()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for engine in live_engines():
+        engine.on_step(_params_of(optimizer))
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for param_group in optimizer.param_groups for param in param_group["params"]]
+
+
+# Fused and foreach steps leave no trace on the parameters, so the step itself has to tell. These hooks act only on
+# optimizers that hold parameters of a live engine.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
