@@ -19,7 +19,7 @@ _BYTE_UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-LARGEST = 2**63 - 1
+_LARGEST = 2**63 - 1
 
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _FUTURE_COLLECTIVES = ("quantised", "quantized")
@@ -54,7 +54,7 @@ def integer(key: str, value: object, *, minimum: int, maximum: int, advice: str)
 def count(key: str, value: object, *, minimum: int) -> int:
     """A number of elements; 1e5 is one too."""
     number = _as_number(value)
-    if number is None or number != int(number) or not minimum <= number <= LARGEST:
+    if number is None or number != int(number) or not minimum <= number <= _LARGEST:
         fail(key, value, f"is not a number of elements; use a whole number of at least {minimum}")
     return int(number)
 
@@ -68,7 +68,7 @@ def num_bytes(key: str, value: object, *, minimum: int) -> int:
         number = number * _BYTE_UNITS[unit]  # "1.5GiB" is whole enough: the rest of a byte is dropped below
     elif number is not None and number != int(number):
         number = None
-    if number is None or not minimum <= number <= LARGEST:
+    if number is None or not minimum <= number <= _LARGEST:
         fail(key, value, f'is not a number of bytes; use a number of at least {minimum}, "64MiB", "1GiB" or "500MB"')
     return int(number)
 
@@ -76,7 +76,7 @@ def num_bytes(key: str, value: object, *, minimum: int) -> int:
 def seconds(key: str, value: object) -> float:
     """A time above 0."""
     number = _as_number(value)
-    if number is None or not 0 < number <= LARGEST:
+    if number is None or not 0 < number <= _LARGEST:
         fail(key, value, "is not a time in seconds; use a number above 0")
     return float(number)
 
@@ -129,4 +129,4 @@ def world_size(key: str, value: object) -> int | None:
     """A number of ranks, or None."""
     if value is None:
         return None
-    return integer(key, value, minimum=1, maximum=LARGEST, advice="is not a number of ranks; use 1 or more, or null")
+    return integer(key, value, minimum=1, maximum=_LARGEST, advice="is not a number of ranks; use 1 or more, or null")

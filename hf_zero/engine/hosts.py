@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.engine.board import Board
-from hf_zero.engine.collectives import Collectives, Rows
+from hf_zero.engine.collectives import Rows
 from hf_zero.engine.exchange import Exchange, Part
 from hf_zero.engine.host import HostMemory
 from hf_zero.engine.pairwise import PairwiseCollectives, sum_in_order
@@ -126,9 +126,6 @@ class SeveralHostsCollectives(HostMemory):
         entry = self.ledger.add("reduce_scatter", unit, from_mates + from_hosts)
         job = self._reductions.submit(complete)
         return Exchange(description, self.timeout_s, (), entry, job.result, items)
-
-    def _swap(self, message: Tensor, label: str, timeout_s: float) -> list[Tensor]:
-        return Collectives._swap(self, message, label, timeout_s)
 
 
 class _Courier:
