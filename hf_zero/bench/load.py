@@ -1,7 +1,8 @@
 """`hf-zero bench load`: `from_pretrained` of one model, several engines side by side.
 
-What a load costs is not only its time: a lazy map of the file becomes memory of the process when training first writes
-to it, so memory is read again after a step. It is read twice: as the process holds it, and after `malloc_trim`, since
+What a load costs is not only its time: a lazy map of the file is read, and becomes memory of the process, when training
+first uses it and writes to it. So time is taken again, and memory read again, after a step (in which the ranks of `plain`
+exchange nothing). Memory is then read twice: as the process holds it, and after `malloc_trim`, since
 an allocator may hold on to much of what an engine has freed. All engines read from the host's cache: the files are
 read once before each run, so that none pays for the disk and none profits from the one before it.
 """
@@ -27,6 +28,7 @@ ENGINES = ("plain", "transformers", "deepspeed", "hf_zero")
 DTYPES = {"float32": 1e-4, "bfloat16": 2e-2}  # with how far the first loss may lie from plain's, as a part of it
 FIGURES = (
     Figure("seconds", "load [s]"),
+    Figure("ready_seconds", "and first step [s]"),
     Figure("load_bytes", "memory while loading [MiB]", 2**20, 0),
     Figure("step_bytes", "memory after a step [MiB]", 2**20, 0),
     Figure("used_bytes", "the same, trimmed [MiB]", 2**20, 0),
@@ -43,6 +45,7 @@ class Loading:
 
     Attributes:
         seconds: of the load, from a barrier before to a barrier after.
+        ready_seconds: of the load and of the first training step.
         load_bytes: peak of private memory while loading, over what was held before.
         step_bytes: private memory after the first training step, gradients freed, over what was held before loading.
         used_bytes: the same after the allocator has given back what it can.
@@ -51,6 +54,7 @@ class Loading:
     """
 
     seconds: float
+    ready_seconds: float
     load_bytes: int
     step_bytes: int
     used_bytes: int

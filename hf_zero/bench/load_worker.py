@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Engine:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 class Transformers(Engine):
@@ -80,7 +81,7 @@ class DeepSpeed(Engine):
         loss = engine(input_ids=batch, labels=batch, use_cache=False).loss
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 class HfZero(Engine):
@@ -129,12 +130,16 @@ def load_and_step(engine: Engine, batch: torch.Tensor) -> Loading:
     before = held()
     with ReadCount() as reads:
         sample = measure(lambda: models.append(engine.load()), dist.barrier, held)
+    start = time.perf_counter()
     loss = engine.step(models[0], batch)
+    dist.barrier()
+    ready_seconds = sample.seconds + time.perf_counter() - start
     gc.collect()
     dist.barrier()
     step_bytes = held() - before
     _trim()
-    return Loading(sample.seconds, sample.extra_bytes, step_bytes, held() - before, reads.num_bytes, loss)
+    used_bytes = held() - before
+    return Loading(sample.seconds, ready_seconds, sample.extra_bytes, step_bytes, used_bytes, reads.num_bytes, loss)
 
 
 def _trim() -> None:

@@ -15,6 +15,7 @@ from hf_zero.engine.layout import RowLayout
 
 UNIT_BYTES = (2**20, 8 * 2**20)  # of a small and of a large unit
 _REPEATS = 3
+_FAR_BEHIND = 2.0  # times the least time: not measured with the next size
 _UNIT = "a measurement"
 
 
@@ -74,7 +75,8 @@ _choice: _Choice | None = None  # for the process group that is in place
 def fastest(candidates: Sequence[Collectives]) -> Collectives:
     """The candidate that exchanges units in the least time, the same on every rank.
 
-    Measured once for a process group and these candidates; their ledgers are empty again afterwards.
+    Large units are exchanged only by those that small ones do not leave far behind. Measured once for a process group
+    and these candidates; their ledgers are empty again afterwards.
     """
     global _choice
     if len(candidates) == 1:
@@ -82,18 +84,28 @@ def fastest(candidates: Sequence[Collectives]) -> Collectives:
     names = tuple(each.name for each in candidates)
     if _choice is None or _choice.group() is not dist.group.WORLD or _choice.names != names:
         assert dist.group.WORLD is not None
-        seconds = [_seconds(each) for each in candidates]
-        order = sorted(range(len(names)), key=seconds.__getitem__)
-        mib = sum(UNIT_BYTES) / 2**20
-        times = ", ".join(f"{names[i]} {seconds[i] * 1e3:.1f}" for i in order)
-        reason = f"auto; ms for {mib:.0f} MiB: {times}"
-        _choice = _Choice(weakref.ref(dist.group.WORLD), names, names[order[0]], reason)
+        _choice = _Choice(weakref.ref(dist.group.WORLD), names, *_compare(candidates))
     chosen = next(each for each in candidates if each.name == _choice.chosen)
     chosen.reason = _choice.reason
     return chosen
 
 
-def _seconds(candidate: Collectives) -> float:
-    timings = [measure(candidate, num_bytes) for num_bytes in UNIT_BYTES]
+def _compare(candidates: Sequence[Collectives]) -> tuple[str, str]:
+    """The name of the fastest, and the times that say so."""
+    remaining, reason = list(candidates), "auto"
+    for num_bytes in UNIT_BYTES:
+        seconds = {each.name: _seconds(each, num_bytes) for each in remaining}
+        remaining.sort(key=lambda each: seconds[each.name])
+        times = ", ".join(f"{each.name} {seconds[each.name] * 1e3:.1f}" for each in remaining)
+        reason += f"; ms for {num_bytes / 2**20:.0f} MiB: {times}"
+        least = seconds[remaining[0].name]
+        remaining = [each for each in remaining if seconds[each.name] <= _FAR_BEHIND * least]
+        if len(remaining) == 1:
+            break
+    return remaining[0].name, reason
+
+
+def _seconds(candidate: Collectives, num_bytes: int) -> float:
+    timing = measure(candidate, num_bytes)
     candidate.ledger.reset()
-    return sum(timing.gather + timing.reduce_scatter for timing in timings)
+    return timing.gather + timing.reduce_scatter

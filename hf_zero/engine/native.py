@@ -58,7 +58,7 @@ class NativeCollectives(Collectives):
 
     def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
         if self.backend != "gloo":
-            work: dist.Work | None = dist.all_gather_into_tensor(flat, own, self.gather_group, async_op=True)
+            work: dist.Work | None = torch_compat.all_gather_single(flat, own, self.gather_group, async_op=True)
             return work
         # gloo writes `own` back at the end: it must not land on rows that have changed meanwhile.
         chunks = list(flat.chunk(self.num_ranks))
@@ -82,7 +82,7 @@ class NativeCollectives(Collectives):
             if output.numel() != layout.chunk_numel:
                 chunk = output.new_empty(layout.chunk_numel)
                 copies.append((output, chunk[: output.numel()]))
-            calls.append(partial(dist.reduce_scatter_tensor, chunk, padded, group=self.group, async_op=True))
+            calls.append(partial(torch_compat.reduce_scatter_single, chunk, padded, group=self.group, async_op=True))
             keep.append((padded, chunk))
             received += padded.nbytes - chunk.nbytes
 

@@ -16,6 +16,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hf_zero.engine.layout import RowLayout, row_major
 
+# torch 2.13 renamed both, and warns of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def wrap_local(local: Tensor, layout: RowLayout, mesh: DeviceMesh) -> DTensor:
     """A `DTensor` of `layout.shape` over this rank's rows `local`, without communication."""

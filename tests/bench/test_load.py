@@ -15,7 +15,15 @@ from hf_zero.cli import main
 
 
 def _rank(loss: float) -> dict[str, float]:
-    return {"seconds": 1.0, "load_bytes": 2, "step_bytes": 3, "used_bytes": 3, "read_bytes": 4, "loss": loss}
+    return {
+        "seconds": 1.0,
+        "ready_seconds": 5.0,
+        "load_bytes": 2,
+        "step_bytes": 3,
+        "used_bytes": 3,
+        "read_bytes": 4,
+        "loss": loss,
+    }
 
 
 def test_every_engine_is_measured_and_hf_zero_asks_for_its_rows_only(tmp_path: Path) -> None:
@@ -28,6 +36,7 @@ def test_every_engine_is_measured_and_hf_zero_asks_for_its_rows_only(tmp_path: P
     found = json.loads((tmp_path / "found.json").read_text())["found"]
     assert found["hf_zero"]["is_valid"] and found["hf_zero"]["ratio_to_plain"]["read_bytes"] == [0.5]
     assert [set(rank) for rank in found["plain"]["ranks"][0]] == 2 * [set(_rank(1.0))]
+    assert all(rank["ready_seconds"] > rank["seconds"] > 0 for rank in found["plain"]["ranks"][0])
 
 
 def test_engine_with_another_loss_than_plain_is_invalid() -> None:

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.engine import torch_compat
+from hf_zero.engine import choosing, torch_compat
 from hf_zero.engine.collectives import Collectives, Rows
 from hf_zero.engine.exchange import Exchange, Part
 from hf_zero.engine.layout import RowLayout
@@ -341,8 +342,29 @@ def test_auto_measures_once_and_decides_alike_on_every_rank() -> None:
     first, second = run_ranks(_chosen, 2)
     assert first == second and first[0] == first[1]
     name, reason = first[0]
-    assert reason.startswith(f"auto; ms for 9 MiB: {name} ")
+    assert reason.startswith("auto; ms for 1 MiB: ") and f"MiB: {name} " in reason
     assert all(each in reason for each in ("host", "pairwise", "native"))
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "reason"),
+    [
+        ((1, 2, 2.1), (9, 8), "auto; ms for 1 MiB: a 1.0, b 2.0, c 2.1; ms for 8 MiB: b 8.0, a 9.0"),
+        ((3, 1, 3), (), "auto; ms for 1 MiB: b 1.0, a 3.0, c 3.0"),
+    ],
+)
+def test_auto_leaves_out_of_large_units_what_small_ones_leave_far_behind(
+    small: tuple[float, ...], large: tuple[float, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidates = [SimpleNamespace(name=name, ledger=Ledger()) for name in "abc"]
+    milliseconds = iter([*small, *large])
+
+    def measure(candidate: object, num_bytes: int) -> choosing.Timing:
+        return choosing.Timing(num_bytes, 0.0, next(milliseconds) / 1e3)
+
+    monkeypatch.setattr(choosing, "measure", measure)
+    assert choosing._compare(candidates) == ("b", reason)  # type: ignore[arg-type]
+    assert next(milliseconds, None) is None
 
 
 def _other_choice() -> str:
