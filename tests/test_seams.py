@@ -56,6 +56,8 @@ class Seam:
 
 TORCH = [
     Seam(DTensor, "__new__", "", "wrap_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
+    Seam(torch.optim.Adam, "_init_group", "params_with_grad.append(p)", "Adam steps on rows: it fills the lists"),
+    Seam(torch.optim.Adam, "step", "self._init_group(group, params_with_grad, grads,", "Adam steps on rows"),
     Seam(
         torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"
     ),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ _TAG_KINDS = ("gather", "reduce_scatter", "agreement")
 _ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """A flat tensor that holds a parameter whole, and how it is cut.
 
     Attributes:

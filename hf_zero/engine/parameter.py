@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +57,11 @@ class ZeroParameter:
         """The shape of this rank's rows."""
         return self.layout.local_shape(self.rank)
 
+    @cached_property
+    def local_numel(self) -> int:
+        """The number of elements of this rank's rows."""
+        return self.layout.local_numel(self.rank)
+
     @property
     def whole_nbytes(self) -> int:
         """Bytes of a padded whole tensor in the compute dtype."""
@@ -66,7 +70,11 @@ class ZeroParameter:
     @property
     def is_whole_elsewhere(self) -> bool:
         """Whether modules see a whole tensor that is not the engine's: inside `GatheredParameters`."""
-        return not self._seen and any(module._parameters.get(name) is not self.param for module, name in self.locations)
+        if not self._seen:
+            for module, name in self.locations:
+                if module._parameters.get(name) is not self.param:
+                    return True
+        return False
 
     def move_into(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
         """Let the rows at rest live inside a whole buffer, so that the optimizer writes where the gather reads."""
@@ -84,13 +92,23 @@ class ZeroParameter:
 
     def pop(self, owner: object) -> None:
         """Let the modules see what they saw before `push(owner, ...)`: an outer call's whole tensor, or the rows."""
-        kept = [entry for entry in self._seen if entry[0] is not owner]
-        if len(kept) != len(self._seen):
-            self._seen = kept
-            self._install(kept[-1][1] if kept else self.param)
+        seen = self._seen
+        if seen and seen[-1][0] is owner:
+            seen.pop()
+            self._install(seen[-1][1] if seen else self.param)
+        elif seen:
+            self._seen = [entry for entry in seen if entry[0] is not owner]
 
     def _install(self, tensor: Tensor) -> None:
-        put(self.locations, tensor)
+        if self._is_in_rnn:
+            put(self.locations, tensor)
+        else:
+            for module, attribute in self.locations:
+                module._parameters[attribute] = tensor  # type: ignore[assignment]
+
+    @cached_property
+    def _is_in_rnn(self) -> bool:
+        return any(isinstance(module, nn.RNNBase) for module, _ in self.locations)
 
     def add_grad(self, flat: Tensor) -> None:
         """Add reduced gradients of this rank's rows to `param.grad`.
@@ -98,10 +116,12 @@ class ZeroParameter:
         Args:
             flat: [elements of this rank], reduce dtype; kept, if it becomes the gradient.
         """
-        if self.param.grad is not None:
-            torch_compat.local_of(self.param.grad).add_(flat.view(self.local_shape))
+        param = self.param
+        rows = flat if flat.ndim == len(self.local_shape) else flat.view(self.local_shape)
+        if param.grad is not None:
+            torch_compat.local_of(param.grad).add_(rows)
         else:
-            self.param.grad = self._as_gradient(flat.view(self.local_shape).to(self.param.dtype))
+            param.grad = self._as_gradient(as_dtype(rows, param.dtype))
 
     def _as_gradient(self, rows: Tensor) -> Tensor:
         param = self.param
@@ -116,7 +136,7 @@ class ZeroParameter:
         """
         self.drop_stale_whole_grad()
         if self.whole_grad is None:
-            self.whole_grad = grad.to(dtype).contiguous()
+            self.whole_grad = as_dtype(grad, dtype).contiguous()
             self._owns_whole_grad = False  # autograd may have handed the same memory to somebody else
         elif self._owns_whole_grad:
             self.whole_grad.add_(grad)
@@ -170,10 +190,15 @@ class ZeroParameter:
         self._grad_seen, self._shows_whole = None, False
 
 
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which costs a microsecond where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def put(locations: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
     """Let modules hold `tensor` as a parameter, without the checks and copies of an ordinary assignment."""
     for module, attribute in locations:
-        module._parameters[attribute] = cast(nn.Parameter, tensor)
+        module._parameters[attribute] = tensor  # type: ignore[assignment]
         if isinstance(module, nn.RNNBase):  # keeps a list of its own
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_zero.engine.collectives import Rows, divide
 from hf_zero.engine.exchange import Exchange
 from hf_zero.engine.order import ReductionOrder
-from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.parameter import ZeroParameter, as_dtype
 from hf_zero.engine.unit import Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import CollectiveError, PartitionError
@@ -181,7 +181,7 @@ class Reducer:
             flat = self._flat(p, grad, way.given)
             num_bytes += way.sent_bytes
             if p.is_sharded:
-                output = flat.new_empty(p.layout.local_numel(p.rank), dtype=way.summed)
+                output = flat.new_empty(p.local_numel, dtype=way.summed)
                 sharded.append(Rows(flat, p.layout))
                 outputs.append(output)
                 results.append((p, output, is_used))
@@ -217,7 +217,8 @@ class Reducer:
     def _flat(self, p: ZeroParameter, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
         if grad is None:
             return torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
-        return grad.to(dtype).reshape(-1)
+        grad = as_dtype(grad, dtype)
+        return grad if grad.ndim == 1 and grad.is_contiguous() else grad.reshape(-1)
 
     def _bytes_in_flight(self) -> int:
         return sum(item.num_bytes for item in self._in_flight)

@@ -34,6 +34,15 @@ def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
 
 
+def is_placed_like(tensor: Tensor, other: Tensor) -> bool:
+    """Whether both are `DTensor`s whose ranks hold the same parts of them."""
+    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
+        return False
+    if tensor._spec is other._spec:
+        return True
+    return tensor.device_mesh == other.device_mesh and tensor.placements == other.placements
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor` (the tensor itself where it is plain), without autograd."""
     if isinstance(tensor, DTensor):

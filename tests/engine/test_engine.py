@@ -4,16 +4,18 @@ import copy
 import gc
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
@@ -1084,3 +1086,55 @@ def _step_with_a_plain_model() -> Any:
 
 def test_adam_is_left_alone_where_it_also_holds_plain_parameters() -> None:
     assert run_ranks(_step_with_a_plain_model, 2) == [(None, False)] * 2
+
+
+class _SubclassedAdam(torch.optim.Adam):
+    pass
+
+
+def _stepped_on(kind: str, options: dict[str, Any], edit: str = "") -> tuple[set[str], set[str], bool, bool]:
+    """Types of the tensors with which Adam computes, and of its states; whether it can be copied, and is freed."""
+    model = Net()
+    zero.shard_model(model, zero.ZeroConfig(stage=3))
+    make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "subclass": _SubclassedAdam}[kind]
+    optimizer = make(model.parameters(), **options)
+    square_loss(model, batch(dist.get_rank(), 0)).backward()
+    if edit == "replicated":
+        for p in model.parameters():
+            assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+            p.grad = p.grad.redistribute(placements=[Replicate()])
+    types: set[str] = set()
+    functions = sys.modules[torch.optim.Adam.__module__]
+    compute = functions.adam
+
+    def spy(*lists: list[Tensor], **arguments: Any) -> None:
+        types.update(type(tensor).__name__ for tensors in lists[:4] for tensor in tensors)
+        compute(*lists, **arguments)
+
+    with mock.patch.object(functions, "adam", spy):
+        optimizer.step()
+    states = {type(state["exp_avg"]).__name__ for state in optimizer.state.values()}
+    copied = copy.deepcopy(optimizer)
+    is_copied = copied.state_dict().keys() == optimizer.state_dict().keys()
+    gone = weakref.ref(optimizer)
+    gc.disable()  # a cycle would keep its states until some later collection
+    try:
+        del optimizer
+        return types, states, is_copied, gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "edit", "types"),
+    [
+        ("adamw", {}, "", {"Tensor"}),
+        ("adam", {"foreach": False}, "", {"Tensor"}),
+        ("adamw", {"foreach": False}, "replicated", {"DTensor"}),
+        ("subclass", {}, "", {"DTensor"}),
+    ],
+)
+def test_adam_computes_on_rows_where_that_is_the_same(
+    kind: str, options: dict[str, Any], edit: str, types: set[str]
+) -> None:
+    assert run_ranks(_stepped_on, 2, kind, options, edit) == [(types, {"DTensor"}, True, True)] * 2
