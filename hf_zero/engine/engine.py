@@ -385,8 +385,7 @@ class ZeroEngine:
             self._reduce_whole(unit, session.reducer)
 
     def _reduce_whole(self, unit: Unit, reducer: Reducer | LocalReducer) -> None:
-        taken = {id(p): p.take_whole_grad() for p in unit.trainable()}
-        found = {key: grad for key, grad in taken.items() if grad is not None}
+        found = {id(p): grad for p in unit.trainable() if (grad := p.take_whole_grad()) is not None}
         if found:
             reducer.ready(unit, found)
 

@@ -177,6 +177,8 @@ class ZeroParameter:
 
     def take_whole_grad(self) -> Tensor | None:
         """The accumulated whole gradient, if any, and forget it."""
+        if self.whole_grad is None:
+            return None
         self.drop_stale_whole_grad()
         grad = self.whole_grad
         self.clear_whole_grad()
