@@ -2,6 +2,10 @@
 
 import json
 import mmap
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -36,6 +40,24 @@ def test_checkpoint_bench_measures_every_operation() -> None:
         lines = checkpoint.run("tiny", 2, 1, ["hf_zero"]).splitlines()
     assert lines[0].split("  ")[-1].strip() == "stall of save 2"
     assert lines[1].startswith("hf_zero") and lines[1].count(" s, ") == 5
+
+
+def test_ended_benchmark_leaves_no_process_behind(tmp_path: Path) -> None:
+    """`python -m code` stands for a rank: it waits for input, which the benchmark's own open pipe never gives."""
+    lines = (
+        "import sys, pathlib",
+        "from hf_zero.bench.processes import run_ranks",
+        "run_ranks('code', 2, {}, pathlib.Path(sys.argv[1]))",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as bench:
+        ranks: list[str] = []
+        while len(ranks) < 2 and bench.poll() is None:
+            ranks = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(20) == 128 + signal.SIGTERM
+    assert len(ranks) == 2 and not any(Path("/proc", pid).exists() for pid in ranks)
 
 
 def test_table_shows_the_median_and_the_range() -> None:

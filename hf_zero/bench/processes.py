@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +106,7 @@ def measure(
 
 
 def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Run `python -m module` once a rank, each with one thread; what each wrote to its `report`.
+    """Run `python -m module` once a rank, each with one thread; what each wrote to its `report`. None of them is left behind.
 
     Args:
         module: reads its options from BENCH_OPTIONS, and hands over what it found by `report`.
@@ -118,34 +120,50 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes: list[subprocess.Popen[bytes]] = []
-    for rank in range(num_ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "BENCH_OPTIONS": json.dumps(options | {"report": str(folder / f"report{rank}.json")}),
-        }
-        command = [sys.executable, "-m", module]
-        with (folder / f"output{rank}").open("wb") as output:
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + _LIMIT_S
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes) or time.monotonic() > deadline:
-                break  # the others would wait for it
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with _ended_by_sigterm():
+        try:
+            for rank in range(num_ranks):
+                environment = os.environ | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "LOCAL_RANK": str(rank),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                    "BENCH_OPTIONS": json.dumps(options | {"report": str(folder / f"report{rank}.json")}),
+                }
+                command = [sys.executable, "-m", module]
+                with (folder / f"output{rank}").open("wb") as output:
+                    processes.append(
+                        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                    )
+            deadline = time.monotonic() + _LIMIT_S
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes) or time.monotonic() > deadline:
+                    break  # the others would wait for it
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     for rank, process in sorted(enumerate(processes), key=lambda each: each[1].returncode < 0):
         if process.returncode:
             text = (folder / f"output{rank}").read_text(errors="replace")
             raise BenchError(f"{module} with {options}: rank {rank} ended with {process.returncode}:\n{text[-2000:]}")
     return [dict(json.loads((folder / f"report{rank}.json").read_text())) for rank in range(num_ranks)]
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within: SIGTERM raises `SystemExit`, as an interrupt raises `KeyboardInterrupt`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def options() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -18,26 +17,9 @@ _ADAM = (torch.optim.Adam, torch.optim.AdamW)  # not what is derived from them, 
 
 
 def _step_on_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Let Adam and AdamW compute on this rank's rows themselves, as they are elementwise: `DTensor`s cost several times more.
-
-    Parameters, gradients and states stay the `DTensor`s that they are; only the lists with which one step computes hold
-    their rows.
-    """
-    if type(optimizer) not in _ADAM or "_init_group" in vars(optimizer):
-        return
-    owner = weakref.ref(optimizer)
-
-    def rows_of_group(group: dict[str, Any], *lists: list[Tensor]) -> Any:
-        adam = owner()
-        assert isinstance(adam, torch.optim.Adam)
-        has_complex = torch.optim.Adam._init_group(adam, group, *lists)  # type: ignore[no-untyped-call]
-        params, grads, *_ = lists
-        if not group["differentiable"] and all(map(torch_compat.is_placed_like, grads, params)):
-            for tensors in lists:
-                tensors[:] = [torch_compat.local_of(t) if isinstance(t, DTensor) else t for t in tensors]
-        return has_complex
-
-    vars(optimizer)["_init_group"] = rows_of_group
+    """Let Adam and AdamW compute on rows, as they are elementwise: on `DTensor`s they take several times longer."""
+    if type(optimizer) in _ADAM:
+        torch_compat.let_adam_compute_on_rows(optimizer)
 
 
 def _choose_fused(optimizer: torch.optim.Optimizer) -> None:

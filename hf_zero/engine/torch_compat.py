@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,20 +34,41 @@ def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
 
 
-def is_placed_like(tensor: Tensor, other: Tensor) -> bool:
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor` (the tensor itself where it is plain), without autograd."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.detach()
+
+
+def let_adam_compute_on_rows(optimizer: torch.optim.Optimizer) -> None:
+    """Let the lists with which a step of this one `Adam` or `AdamW` computes hold rows, where gradients lie as parameters do.
+
+    Parameters, gradients and states stay the `DTensor`s that they are, and a copy of the optimizer is an ordinary one.
+    """
+    if "_init_group" in vars(optimizer):
+        return
+    owner = weakref.ref(optimizer)
+
+    def rows_of_group(group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        adam = cast(torch.optim.Adam, owner())
+        has_complex = torch.optim.Adam._init_group(adam, group, *lists)  # type: ignore[no-untyped-call]
+        params, grads, *_ = lists
+        if not group["differentiable"] and all(map(_is_placed_like, grads, params)):
+            for tensors in lists:
+                tensors[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        return bool(has_complex)
+
+    vars(optimizer)["_init_group"] = rows_of_group
+
+
+def _is_placed_like(tensor: Tensor, other: Tensor) -> bool:
     """Whether both are `DTensor`s whose ranks hold the same parts of them."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return False
     if tensor._spec is other._spec:
         return True
     return tensor.device_mesh == other.device_mesh and tensor.placements == other.placements
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor` (the tensor itself where it is plain), without autograd."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    return tensor.detach()
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:
