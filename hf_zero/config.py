@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_zero import config_values as values
-from hf_zero import deepspeed_config
+from hf_zero import deepspeed_config, deepspeed_rules
 from hf_zero.deepspeed_config import ImportRow
 from hf_zero.errors import ConfigError
 
@@ -342,10 +342,10 @@ def _unknown_key(key: object) -> str:
         return f"key {values.shown(key)} is not a word; the keys are {', '.join(_CHECKS)}"
     if key in _NAMES_FROM_DEEPSPEED:
         return f"unknown key '{key}': that is DeepSpeed's name; here it is {_NAMES_FROM_DEEPSPEED[key]}"
-    if key in deepspeed_config.TOP_KEYS:
+    if key in deepspeed_rules.TOP_KEYS:
         return f"unknown key '{key}': it belongs to the DeepSpeed format; use either that format or ours, not both"
     near = difflib.get_close_matches(key, _CHECKS, n=1)
-    near = near or difflib.get_close_matches(key, deepspeed_config.TOP_KEYS, n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(key, deepspeed_rules.TOP_KEYS, n=1, cutoff=0.8)
     advice = f"did you mean '{near[0]}'?" if near else f"the keys are {', '.join(_CHECKS)}"
     return f"unknown key {values.shown(key)}; {advice}"
 
@@ -358,7 +358,7 @@ def _from_mapping(mapping: object, source: str) -> tuple[ZeroConfig, DeepSpeedIm
         raise ConfigError(
             f"{source}: holds a {type(mapping).__name__}, not keys with values; write for example 'stage: 3'"
         )
-    if not any(key in mapping for key in _CHECKS) and any(key in mapping for key in deepspeed_config.TOP_KEYS):
+    if not any(key in mapping for key in _CHECKS) and any(key in mapping for key in deepspeed_rules.TOP_KEYS):
         translation = deepspeed_config.translate(mapping, source)
         config = _make(translation.zero, source)
         return config, DeepSpeedImport(config, dict(translation.training), translation.rows)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.config import StagePolicy, UnitGrouping, ZeroConfig, load_with_import, read_deepspeed
-from hf_zero.deepspeed_config import TOP_KEYS
+from hf_zero.deepspeed_rules import TOP_KEYS
 from hf_zero.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

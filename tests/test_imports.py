@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 # A file may import from the lines above its own, and from its own line where no circle arises.
 _LAYERS = [
-    ["errors", "config", "config_values", "deepspeed_config", "ledger"],
+    ["errors", "config", "config_values", "deepspeed_config", "deepspeed_rules", "ledger"],
     ["engine.layout", "engine.order"],
     ["engine.torch_compat", "engine.exchange", "engine.buffers", "engine.precision", "engine.host_memory"],
     ["engine.collectives", "engine.board"],
