@@ -6,26 +6,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_zero.config import ZeroConfig as ZeroConfig
+    from hf_zero.config.zero_config import ZeroConfig as ZeroConfig
     from hf_zero.engine.engine import ZeroEngine as ZeroEngine
     from hf_zero.engine.engine import engine_of as engine_of
-    from hf_zero.engine.methods import register_forward_method as register_forward_method
-    from hf_zero.engine.partition import mark_dirty as mark_dirty
+    from hf_zero.engine.forward_method import register_forward_method as register_forward_method
+    from hf_zero.engine.gathered_parameters import GatheredParameters as GatheredParameters
     from hf_zero.errors import CollectiveError as CollectiveError
     from hf_zero.errors import ConfigError as ConfigError
     from hf_zero.errors import PartitionError as PartitionError
     from hf_zero.errors import UsageError as UsageError
     from hf_zero.errors import ZeroError as ZeroError
-    from hf_zero.gathered import GatheredParameters as GatheredParameters
-    from hf_zero.init import Init as Init
-    from hf_zero.init import disabled as disabled
-    from hf_zero.init import leave_whole as leave_whole
-    from hf_zero.init import undo as undo
-    from hf_zero.plugin import ZeroAccelerator as ZeroAccelerator
-    from hf_zero.plugin import ZeroPlugin as ZeroPlugin
-    from hf_zero.shard import shard_model as shard_model
-    from hf_zero.trainer import ZeroCallback as ZeroCallback
-    from hf_zero.trainer import ZeroTrainingArguments as ZeroTrainingArguments
+    from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator as ZeroAccelerator
+    from hf_zero.integrations.accelerate.accelerator import ZeroPlugin as ZeroPlugin
+    from hf_zero.integrations.trainer.arguments import ZeroCallback as ZeroCallback
+    from hf_zero.integrations.trainer.arguments import ZeroTrainingArguments as ZeroTrainingArguments
+    from hf_zero.sharding.init import Init as Init
+    from hf_zero.sharding.init import disabled as disabled
+    from hf_zero.sharding.init import leave_whole as leave_whole
+    from hf_zero.sharding.init import undo as undo
+    from hf_zero.sharding.shard_model import mark_dirty as mark_dirty
+    from hf_zero.sharding.shard_model import shard_model as shard_model
 
 __version__ = "0.1.0"
 
@@ -33,24 +33,24 @@ __version__ = "0.1.0"
 _HOME = {
     "CollectiveError": "hf_zero.errors",
     "ConfigError": "hf_zero.errors",
-    "GatheredParameters": "hf_zero.gathered",
-    "Init": "hf_zero.init",
+    "GatheredParameters": "hf_zero.engine.gathered_parameters",
+    "Init": "hf_zero.sharding.init",
     "PartitionError": "hf_zero.errors",
     "UsageError": "hf_zero.errors",
-    "ZeroAccelerator": "hf_zero.plugin",
-    "ZeroCallback": "hf_zero.trainer",
-    "ZeroConfig": "hf_zero.config",
+    "ZeroAccelerator": "hf_zero.integrations.accelerate.accelerator",
+    "ZeroCallback": "hf_zero.integrations.trainer.arguments",
+    "ZeroConfig": "hf_zero.config.zero_config",
     "ZeroEngine": "hf_zero.engine.engine",
     "ZeroError": "hf_zero.errors",
-    "ZeroPlugin": "hf_zero.plugin",
-    "ZeroTrainingArguments": "hf_zero.trainer",
-    "disabled": "hf_zero.init",
+    "ZeroPlugin": "hf_zero.integrations.accelerate.accelerator",
+    "ZeroTrainingArguments": "hf_zero.integrations.trainer.arguments",
+    "disabled": "hf_zero.sharding.init",
     "engine_of": "hf_zero.engine.engine",
-    "leave_whole": "hf_zero.init",
-    "mark_dirty": "hf_zero.engine.partition",
-    "register_forward_method": "hf_zero.engine.methods",
-    "shard_model": "hf_zero.shard",
-    "undo": "hf_zero.init",
+    "leave_whole": "hf_zero.sharding.init",
+    "mark_dirty": "hf_zero.sharding.shard_model",
+    "register_forward_method": "hf_zero.engine.forward_method",
+    "shard_model": "hf_zero.sharding.shard_model",
+    "undo": "hf_zero.sharding.init",
 }
 
 __all__ = sorted(_HOME)

@@ -254,7 +254,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from hf_zero.checkpoint.foreign import import_dcp, import_deepspeed
+    from hf_zero.checkpoint.importing.convert import import_dcp, import_deepspeed
 
     read = {"deepspeed": import_deepspeed, "dcp": import_dcp}[args.kind]
     print(f"imported into {read(args.folder, args.out, args.allow_pickle)}")

@@ -11,6 +11,7 @@ Each worker has one pipe to the parent, of which no other process holds an end: 
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -292,6 +293,30 @@ def run_ranks(
     """
     replies = _run(pickle.dumps((fn, args, kwargs)), num_ranks, timeout_s, has_group=True)
     return _results(fn.__qualname__, replies, expect_failure)
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The body of a test under `on_ranks`, found by name on a rank."""
+
+    module: str
+    __qualname__: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.__qualname__).__wrapped__(*args, **kwargs)
+
+
+def on_ranks(num_ranks: int, *, timeout_s: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a test run on that many ranks of the pool: what it asserts, it asserts on each of them. See `run_ranks`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_parent(**arguments: Any) -> None:
+            run_ranks(_Body(test.__module__, test.__qualname__), num_ranks, timeout_s=timeout_s, **arguments)
+
+        return on_parent
+
+    return decorate
 
 
 def run_alone(fn: Callable[..., T], *args: Any, timeout_s: float = 60, **kwargs: Any) -> T:

@@ -599,9 +599,9 @@ def test_import_passes_its_words_on(
 
         return read
 
-    stub = ModuleType("hf_zero.checkpoint.foreign")
+    stub = ModuleType("hf_zero.checkpoint.importing.convert")
     stub.import_deepspeed, stub.import_dcp = reader("deepspeed"), reader("dcp")
-    monkeypatch.setitem(sys.modules, "hf_zero.checkpoint.foreign", stub)
+    monkeypatch.setitem(sys.modules, "hf_zero.checkpoint.importing.convert", stub)
     code, out, _ = run(capsys, "import", kind, "from", "to", *(["--allow-pickle"] if allowed else []))
     assert calls == [(kind, Path("from"), Path("to"), allowed)]
     assert (code, out) == (0, "imported into to/checkpoint-7\n")

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
-from hf_zero.engine import exchange, pairwise, parameter, reduction, unit, world
+from hf_zero.comm import exchange, pairwise
+from hf_zero.engine import parameter, reduction, unit, world
 from tests.models import CASES, Case, Stack, make_model, stack_batch
 from tests.ranks import run_alone, run_ranks
 

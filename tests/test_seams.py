@@ -145,7 +145,7 @@ TRAINER = [
     Seam(
         TrainingArguments, "_validate_args", "not self.use_cpu and not is_torch_bf16_gpu_available()", "bf16 on a CPU"
     ),
-    Seam(DistributedMixin, "_is_distributed_loading_by_transformers", "", "model_seams.attach"),
+    Seam(DistributedMixin, "_is_distributed_loading_by_transformers", "", "model_methods.attach"),
     Seam(DistributedMixin, "is_distributed_loading_by_transformers", "_is_distributed_loading_by_transformers", ""),
     Seam(DistributedMixin, "gather_sharded_state_dict_for_save", "distributed_config is None", "does nothing for us"),
     Seam(Trainer, "__init__", "and not args.save_only_model", "an optimizer of a model sharded at load is refused"),

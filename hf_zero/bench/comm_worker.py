@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.bench.processes import options, report
-from hf_zero.engine.choosing import measure
-from hf_zero.engine.transport import all_collectives, make_collectives
-from hf_zero.ledger import Ledger
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.measure import measure
+from hf_zero.comm.select import all_collectives, make_collectives
 
 _TIMEOUT_S = 120.0
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.engine.exchange import Exchange
-from hf_zero.ledger import Ledger
+from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.ledger import Ledger
 
 _LEARNING_RATE = 1e-4
 _EXCHANGES = ("host", "pairwise", "native", "none")

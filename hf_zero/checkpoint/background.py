@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from hf_zero import torch_compat
 from hf_zero.checkpoint.tensor_file import Source
-from hf_zero.engine import torch_compat
-from hf_zero.engine.transport import make_collectives
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.select import make_collectives
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError
-from hf_zero.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

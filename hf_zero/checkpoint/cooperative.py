@@ -18,10 +18,10 @@ from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece
 from hf_zero.checkpoint.tensor_file import Extent, Source, TensorFile, TensorInfo, read_layout, read_rows, write_rows
-from hf_zero.engine.collectives import Rows
-from hf_zero.engine.layout import RowLayout
+from hf_zero.comm.collectives import Rows
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
+from hf_zero.layout import RowLayout
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_zero import torch_compat
 from hf_zero.checkpoint.cooperative import attempt
 from hf_zero.checkpoint.model_state import write_model
-from hf_zero.engine import torch_compat
+from hf_zero.engine.gathered_parameters import gather_whole
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import CheckpointError
-from hf_zero.gathered import gather_whole
 
 _WRITING_S = 3600.0  # the other ranks wait this long for the one that writes
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_zero import torch_compat
 from hf_zero.checkpoint.pieces import Piece, identity
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file
 from hf_zero.checkpoint.trace import Tracer
-from hf_zero.engine import torch_compat
-from hf_zero.engine.layout import RowLayout
+from hf_zero.layout import RowLayout
 
 WEIGHTS = "model.safetensors"
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_zero import torch_compat
 from hf_zero.checkpoint.model_plan import Plan, source_of
 from hf_zero.checkpoint.pieces import identity
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
-from hf_zero.engine import torch_compat
 from hf_zero.errors import CheckpointError
 
 SCALAR = "scalar"

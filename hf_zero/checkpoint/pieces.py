@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hf_zero.engine.layout import row_major
+from hf_zero.layout import row_major
 
 Side = Literal["source", "target"]
 

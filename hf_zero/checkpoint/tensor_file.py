@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_zero import torch_compat
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.pieces import Piece
-from hf_zero.engine import torch_compat
-from hf_zero.engine.layout import RowLayout
 from hf_zero.errors import CheckpointError
+from hf_zero.layout import RowLayout
 
 CHUNK_BYTES = 8 * 2**20  # of rows that are converted, summed and written at once
 _DTYPES = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.checkpoint.pieces import Piece
-from hf_zero.engine.layout import row_major
+from hf_zero.layout import row_major
 
 _aten = torch.ops.aten
 

@@ -1,1 +1,38 @@
-"""The engine: partitions, gathers and reduces the parameters of any `nn.Module`; it knows torch only."""
+"""The engine: what runs in a training step. It knows torch only, and works on any `nn.Module`.
+
+[Note: one step] `shard_model` has cut every parameter to this rank's rows (`parameter`), put the parameters into *units*
+that are gathered together (`grouping`, `unit`), and hung hooks on the modules whose calls need a unit (`hooks`).
+
+1. **Forward.** The root's pre-hook starts the record of gathers (`schedule`). Before a module that needs a unit runs, its
+   pre-hook *acquires* the unit: the gather is waited for (or started, where nobody has prefetched it), and the gathers that
+   the last forward needed next are started. The whole tensors pass through an autograd function (`_Gather`) and are put
+   into the modules. After the module has run, its hook puts the rows back and gives the *lease* back. In stage 3 the memory
+   goes with the last lease; the units that the backward begins with are kept.
+2. **Backward.** See the next note.
+3. **Optimizer.** `optimizers` hears of every step through torch's global hooks. Adam computes on rows as plain tensors;
+   other optimizers see `DTensor`s. Then every unit that stays whole between uses (stages 1 and 2) starts to gather its new
+   rows, and the next forward waits for it. Each unit has an *epoch* that counts these changes: a backward whose forward saw
+   an older epoch raises.
+
+[Note: one backward] Autograd tells nobody that a backward begins, where it is, or that it broke off. The engine finds out
+so:
+
+- **Session.** The first event of a backward (a gradient of the root's output, of a call's output, or of a parameter) opens
+  a session: it holds the reducer and lives until autograd calls back at the end (`_end_backward`).
+- **Token.** Autograd drops its callbacks when a backward raises. The session's token is held by the callback alone, so a
+  dead weak reference to it means "broke off": the next event puts everything at rest before it goes on (`_recover`).
+- **Open calls.** The first gradient of a call's outputs opens the call: its units are made whole again, into the same
+  storages, and the *same* function outputs are put back into the modules, because a checkpointed forward is recomputed
+  without module hooks. The backward of `_Gather` gets all gradients of the call's parameters at once and closes it.
+  Autograd runs the nodes made latest first, so when a call opens, every open call whose forward came after it is over, also
+  one that had nothing to do.
+- **Graph task.** A reentrant checkpoint runs a backward inside the backward. It has a graph task (torch's number of a
+  backward) of its own: gradients that come under another number than the one that opened the call are a part; the call
+  stays open.
+- **Reductions** follow one agreed order on all ranks (`schedule.ReductionOrder`). A rank that skipped a unit takes part
+  with zeros, and at the end all ranks agree which parameters anybody used: the others keep `.grad = None` (`reduction`).
+
+Files, from the ground up: `precision` and `world` (what all share), `parameter`, `unit`, `grouping`, `schedule`,
+`reduction`, `hooks`, `state_dict`, `engine`. Around it: `optimizers`, `gathered_parameters` (whole weights on demand),
+`forward_method` (methods other than `forward`), `summary` (what is printed at the start).
+"""

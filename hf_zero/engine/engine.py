@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hf_zero.engine import torch_compat
-from hf_zero.engine.buffers import GatheredMemory
+from hf_zero import torch_compat
 from hf_zero.engine.grouping import Found, find_parameters, group
 from hf_zero.engine.hooks import Call, Entry, Hook, watch_plain_gradients
-from hf_zero.engine.order import GatherOrder, first_uses
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reduction import LocalReducer, Reducer, WholeReducer, ways
+from hf_zero.engine.schedule import GatherOrder, first_uses
 from hf_zero.engine.state_dict import CutStateDict
-from hf_zero.engine.unit import Residency, Unit
+from hf_zero.engine.unit import GatheredMemory, Residency, Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError, UsageError
 

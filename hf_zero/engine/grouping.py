@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_zero.config import UnitGrouping
+from hf_zero.config.zero_config import UnitGrouping
 from hf_zero.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero.engine import torch_compat
-from hf_zero.engine.layout import RowLayout
+from hf_zero import torch_compat
+from hf_zero.layout import RowLayout
 
 
 @dataclass(eq=False)
@@ -152,8 +152,7 @@ class ZeroParameter:
         if self.whole_grad is None:
             return
         if self.param.grad is None or (self._grad_seen is not None and self.param.grad is self._grad_seen[0]):
-            start, stop = self.layout.span(self.rank)
-            rows = self.whole_grad.reshape(-1)[start:stop].view(self.local_shape).to(self.param.dtype)
+            rows = self.layout.rows_of(self.whole_grad, self.rank).to(self.param.dtype)
             self.param.grad = self._as_gradient(rows)
             self._shows_whole = True
         grad = self.param.grad
@@ -215,8 +214,7 @@ def cut(param: nn.Parameter, layout: RowLayout, rank: int, dtype: torch.dtype, m
         dtype: dtype at rest.
         mesh: the ranks.
     """
-    start, stop = layout.span(rank)
-    rows = param.detach().reshape(-1)[start:stop].view(layout.local_shape(rank))
+    rows = layout.rows_of(param.detach(), rank)
     local = rows.to(dtype) if rows.dtype != dtype else rows.clone()
     return wrap(local, layout, mesh, param)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.config import ZeroConfig
+from hf_zero.config.zero_config import ZeroConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_zero.engine.collectives import Rows, divide
-from hf_zero.engine.exchange import Exchange
-from hf_zero.engine.order import ReductionOrder
+from hf_zero.comm.collectives import Rows, divide
+from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
+from hf_zero.engine.schedule import ReductionOrder
 from hf_zero.engine.unit import Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import CollectiveError, PartitionError

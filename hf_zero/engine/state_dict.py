@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.engine import torch_compat
+from hf_zero import torch_compat
 from hf_zero.engine.grouping import find_parameters
 from hf_zero.engine.world import World
 from hf_zero.errors import UsageError
@@ -42,11 +42,10 @@ class CutStateDict:
             if not isinstance(param, DTensor):
                 continue
             layout = self._world.layout_of(param)
-            start, stop = layout.span(self._world.rank)
             for name in found.names:
                 value = state_dict.get(prefix + name)
                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-                    rows = value.detach().reshape(-1)[start:stop].view(layout.local_shape(self._world.rank))
+                    rows = layout.rows_of(value.detach(), self._world.rank)
                     state_dict[prefix + name] = torch_compat.wrap_like(rows.to(self._world.device), param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutStateDict:

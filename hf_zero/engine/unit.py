@@ -1,22 +1,27 @@
-"""Unit: parameters that are gathered, released and reduced together, with the one state machine of their whole memory."""
+"""Unit: parameters that are gathered, released and reduced together, with the one state machine of their whole memory.
+
+[Note: one storage a unit] Autograd's saved tensors remember the *storage* of a gathered parameter. So a unit keeps one
+storage object for good, and only its memory comes and goes: resized to nothing at a release, and to its full size at the
+next gather, whatever address that gives. A graph that is alive then sees the new bytes, and a read in between raises
+torch's "data is not allocated yet" instead of reading somebody else's parameters.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine import torch_compat
-from hf_zero.engine.buffers import GatheredMemory
-from hf_zero.engine.collectives import Rows
-from hf_zero.engine.exchange import Exchange
-from hf_zero.engine.layout import place
+from hf_zero import torch_compat
+from hf_zero.comm.collectives import Rows
+from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.world import World
+from hf_zero.layout import place
 
 
 class Residency(Enum):
@@ -29,6 +34,43 @@ class Residency(Enum):
     RELEASED = "released"
     GATHERING = "gathering"
     WHOLE = "whole"
+
+
+@dataclass
+class GatheredMemory:
+    """Counts the bytes of gathered units, and poisons what is released where a test asks for it.
+
+    Attributes:
+        bytes: bytes held now.
+        peak_bytes: the most bytes held at once since the last `reset_peak`.
+        poison: fill released memory with NaN and keep it, so that a stale read shows in the numbers.
+    """
+
+    bytes: int = 0
+    peak_bytes: int = 0
+    poison: bool = False
+    _held: dict[int, int] = field(default_factory=dict)
+
+    def take(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give `storage` memory for `num_bytes`; what it holds is undefined."""
+        if storage.nbytes() != num_bytes:
+            storage.resize_(num_bytes)
+        if id(storage) not in self._held:
+            self._held[id(storage)] = num_bytes
+            self.bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def give_back(self, storage: torch.UntypedStorage) -> None:
+        """Take the memory of `storage` away again."""
+        self.bytes -= self._held.pop(id(storage), 0)
+        if self.poison:
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)  # NaN in any float dtype
+        else:
+            storage.resize_(0)
+
+    def reset_peak(self) -> None:
+        """Start a new `peak_bytes` at what is held now."""
+        self.peak_bytes = self.bytes
 
 
 @dataclass(frozen=True)

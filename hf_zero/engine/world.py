@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.config import ZeroConfig
-from hf_zero.engine import torch_compat
-from hf_zero.engine.collectives import Collectives
-from hf_zero.engine.layout import RowLayout
+from hf_zero import torch_compat
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.select import make_collectives
+from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.precision import Precision
-from hf_zero.engine.transport import make_collectives
 from hf_zero.errors import ConfigError, UsageError, ZeroError
-from hf_zero.ledger import Ledger
+from hf_zero.layout import RowLayout
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 

@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.config import UnitGrouping
+from hf_zero.config.zero_config import UnitGrouping
 from hf_zero.engine.grouping import Group, find_parameters, group
-from tests.engine.test_engine import Block, Net, Twins, whole
-from tests.ranks import run_ranks
+from tests.engine.twins import Block, Net, Twins, whole
+from tests.ranks import on_ranks, run_ranks
 
 _SIZES = {"intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
 _TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32}
@@ -192,23 +192,6 @@ def _inputs(name: str) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _runs_on_units(name: str) -> None:
-    """Loss and gradients are those of the unsharded model: no parameter is read outside its unit's call."""
-    model = _build(name)
-    reference = copy.deepcopy(model)
-    zero.shard_model(model, zero.ZeroConfig(stage=3))
-    for _ in range(2):  # the second time gathers ahead
-        losses = [each(**_inputs(name)).loss for each in (model, reference)]
-        torch.testing.assert_close(losses[0], losses[1])
-        for loss in losses:
-            loss.backward()
-    gradients = {p_name: p.grad for p_name, p in model.named_parameters()}
-    for p_name, p in reference.named_parameters():
-        assert (p.grad is None) == (gradients[p_name] is None), p_name
-        if p.grad is not None:
-            torch.testing.assert_close(whole(gradients[p_name]), p.grad, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -229,8 +212,22 @@ def _runs_on_units(name: str) -> None:
         "MambaForCausalLM",
     ],
 )
+@on_ranks(2)
 def test_architecture_runs_on_units_as_unsharded(name: str) -> None:
-    run_ranks(_runs_on_units, 2, name)
+    """Loss and gradients are those of the unsharded model: no parameter is read outside its unit's call."""
+    model = _build(name)
+    reference = copy.deepcopy(model)
+    zero.shard_model(model, zero.ZeroConfig(stage=3))
+    for _ in range(2):  # the second time gathers ahead
+        losses = [each(**_inputs(name)).loss for each in (model, reference)]
+        torch.testing.assert_close(losses[0], losses[1])
+        for loss in losses:
+            loss.backward()
+    gradients = {p_name: p.grad for p_name, p in model.named_parameters()}
+    for p_name, p in reference.named_parameters():
+        assert (p.grad is None) == (gradients[p_name] is None), p_name
+        if p.grad is not None:
+            torch.testing.assert_close(whole(gradients[p_name]), p.grad, rtol=1e-4, atol=1e-5)
 
 
 # ---- plain modules ---------------------------------------------------------------------------------------------------

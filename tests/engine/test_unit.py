@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_zero.engine.unit import Unit
-from tests.engine.test_engine import Net, Twins, batch, square_loss
-from tests.ranks import run_ranks
+from tests.engine.twins import Net, Twins, batch, square_loss
+from tests.ranks import on_ranks, run_ranks
 
 _NUM_UNITS = 5  # enter, three blocks, head
 
@@ -50,7 +50,20 @@ def test_exchanges_of_two_micro_batches_and_a_step(stage: int, expected: tuple[i
 _BLOCK = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)  # bytes; the head is smaller
 
 
-def _residency(stage: int, config: dict[str, Any], num_kept: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "config", "num_kept"),
+    [
+        (1, {}, 0),  # whole for good
+        (2, {}, 0),
+        (3, {"prefetch_bytes": 0}, 0),
+        (3, {"prefetch_bytes": 2 * _BLOCK}, 2),  # a block and the head: the backward would gather them at once
+        (3, {"prefetch_bytes": 0, "reshard_after_forward": False}, _NUM_UNITS),
+    ],
+)
+@on_ranks(2)
+def test_units_that_backward_needs_first_stay_whole_within_the_budget(
+    stage: int, config: dict[str, Any], num_kept: int
+) -> None:
     twins = Twins(stage, **config)
     units, memory = twins.engine.units, twins.engine.memory
     for _ in range(2):
@@ -69,22 +82,6 @@ def _residency(stage: int, config: dict[str, Any], num_kept: int) -> None:
         twins.update()
 
 
-@pytest.mark.parametrize(
-    ("stage", "config", "num_kept"),
-    [
-        (1, {}, 0),  # whole for good
-        (2, {}, 0),
-        (3, {"prefetch_bytes": 0}, 0),
-        (3, {"prefetch_bytes": 2 * _BLOCK}, 2),  # a block and the head: the backward would gather them at once
-        (3, {"prefetch_bytes": 0, "reshard_after_forward": False}, _NUM_UNITS),
-    ],
-)
-def test_units_that_backward_needs_first_stay_whole_within_the_budget(
-    stage: int, config: dict[str, Any], num_kept: int
-) -> None:
-    run_ranks(_residency, 2, stage, config, num_kept)
-
-
 def _peak(reshard: bool, prefetch_bytes: int) -> float:
     twins = Twins(3, reshard_after_forward=reshard, prefetch_bytes=prefetch_bytes)
     twins.step(2)
@@ -100,7 +97,8 @@ def test_peak_of_gathered_bytes_is_one_unit_or_with_prefetch_more_or_without_res
     assert run_ranks(_peak, 2, False, 0)[0] == 1.0
 
 
-def _not_resharded() -> None:
+@on_ranks(2)
+def test_reshard_after_forward_false_saves_one_gather_of_each_unit() -> None:
     counts = {}
     for reshard in (True, False):
         twins = Twins(3, reshard_after_forward=reshard, prefetch_bytes=0)
@@ -111,11 +109,8 @@ def _not_resharded() -> None:
     assert set(counts[True].values()) == {2} and set(counts[False].values()) == {1}
 
 
-def test_reshard_after_forward_false_saves_one_gather_of_each_unit() -> None:
-    run_ranks(_not_resharded, 2)
-
-
-def _graph_dropped() -> None:
+@on_ranks(2)
+def test_units_kept_for_a_dropped_graph_come_back_with_the_next_forward_or_step() -> None:
     twins = Twins(3, reshard_after_forward=False)
     twins.step()
     memory, ledger = twins.engine.memory, twins.engine.world.ledger
@@ -140,11 +135,9 @@ def _graph_dropped() -> None:
     twins.step()
 
 
-def test_units_kept_for_a_dropped_graph_come_back_with_the_next_forward_or_step() -> None:
-    run_ranks(_graph_dropped, 2)
-
-
-def _one_rank_fails(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("config", [{}, {"reshard_after_forward": False}, {"prefetch_bytes": 0}])
+@on_ranks(2)
+def test_training_goes_on_after_a_forward_that_fails_on_one_rank(config: dict[str, Any]) -> None:
     """A forward that fails on one rank alone leaves its units released, while those of the others wait for a backward."""
     twins = Twins(3, timeout_s=5.0, **config)
     twins.step()
@@ -159,12 +152,8 @@ def _one_rank_fails(config: dict[str, Any]) -> None:
     twins.assert_same_output()
 
 
-@pytest.mark.parametrize("config", [{}, {"reshard_after_forward": False}, {"prefetch_bytes": 0}])
-def test_training_goes_on_after_a_forward_that_fails_on_one_rank(config: dict[str, Any]) -> None:
-    run_ranks(_one_rank_fails, 2, config)
-
-
-def _part_of_the_loss() -> None:
+@on_ranks(2)
+def test_unit_that_one_ranks_loss_leaves_out_is_released_on_all() -> None:
     """Rank 1's loss leaves out a unit that was kept for its backward."""
     twins = Twins(3, timeout_s=5.0)
     for _ in range(3):
@@ -173,10 +162,6 @@ def _part_of_the_loss() -> None:
         loss = square_loss(twins.model, twins.own())
         hook.remove()
         (hidden[0].pow(2).mean() if twins.rank == 1 else loss).backward()
-
-
-def test_unit_that_one_ranks_loss_leaves_out_is_released_on_all() -> None:
-    run_ranks(_part_of_the_loss, 2)
 
 
 def _step_between(config: dict[str, Any]) -> None:
@@ -195,7 +180,9 @@ def test_forward_after_a_step_is_fresh_while_an_older_graph_holds_its_units() ->
     run_ranks(_step_between, 2, {})
 
 
-def _kept_whole(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_small_parameters_stay_whole_and_train_right(stage: int) -> None:
     twins = Twins(stage, keep_whole_numel=11)
     for name, p in twins.model.named_parameters():
         assert isinstance(p, DTensor)
@@ -208,19 +195,11 @@ def _kept_whole(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_small_parameters_stay_whole_and_train_right(stage: int) -> None:
-    run_ranks(_kept_whole, 2, stage)
-
-
-def _all_kept_whole(stage: int) -> None:
+@on_ranks(2)
+def test_nothing_is_gathered_where_all_parameters_stay_whole(stage: int) -> None:
     twins = Twins(stage, keep_whole_numel=10**6)
     twins.step(3)
     assert twins.engine.world.ledger.total("gather").calls == 0
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nothing_is_gathered_where_all_parameters_stay_whole(stage: int) -> None:
-    run_ranks(_all_kept_whole, 2, stage)
 
 
 def _events(prefetch_bytes: int, act: Callable[[Twins], None]) -> list[tuple[str, int]]:
@@ -304,7 +283,8 @@ class Skipping(Net):
         return self.head(self.blocks[2](x if self.skips else self.blocks[1](x)))
 
 
-def _skip_prefetched() -> None:
+@on_ranks(2)
+def test_units_gathered_ahead_but_skipped_give_their_memory_back() -> None:
     twins = Twins(3, Skipping, prefetch_bytes=2**20)
     for skips in (False, False, True, True, False):
         twins.model.skips = twins.reference.skips = skips
@@ -315,10 +295,6 @@ def _skip_prefetched() -> None:
         assert twins.engine.memory.bytes == 0
         twins.backward_reference()
         twins.update()
-
-
-def test_units_gathered_ahead_but_skipped_give_their_memory_back() -> None:
-    run_ranks(_skip_prefetched, 2)
 
 
 def _poisoned(stage: int, reshard: bool) -> None:

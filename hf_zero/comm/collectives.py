@@ -1,0 +1,330 @@
+"""The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, reduce, broadcast, agree.
+
+Every exchange returns a handle that is waited for later, with a timeout that names the peer, the operation and the unit.
+`native`, `pairwise` and `host` implement it; `select` chooses between them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_zero.comm.exchange import Exchange, Part, named
+from hf_zero.comm.ledger import Ledger
+from hf_zero.errors import CollectiveError
+from hf_zero.layout import RowLayout
+
+_LABEL_BYTES = 96
+_TAG_KINDS = ("gather", "reduce_scatter", "agreement")
+_ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
+
+
+class Rows(NamedTuple):
+    """A flat tensor that holds a parameter whole, and how it is cut.
+
+    Attributes:
+        flat: [layout.padded_numel] for a gather, [layout.numel] for a reduction; contiguous.
+        layout: which rank owns which elements.
+    """
+
+    flat: Tensor
+    layout: RowLayout
+
+
+class Collectives(ABC):
+    """Exchanges over the ranks of one process group, counted in a ledger.
+
+    Gathers and reductions have a group (pairwise: tags) each, since only within a kind do all ranks keep one order: a rank
+    that has no gradient for a unit reduces it later than the others do, after other gathers.
+
+    Args:
+        group: for reductions; a group of its own, so that other exchanges of the program cannot get in between.
+        gather_group: the same ranks, for gathers.
+        control_group: the same ranks over gloo, for agreements: they then need no device, and can name who is missing.
+        device: where the exchanged tensors live.
+        timeout_s: seconds that a single exchange may take.
+        ledger: what counts the exchanges.
+
+    Attributes:
+        name: as `ZeroConfig.collectives` has it.
+        reason: why `auto` chose it, for people; empty where it was asked for.
+        num_sharing: ranks that `allocate` gives the same memory, so that they see each other's rows as they change.
+        sends_rows_as_given: `reduce_scatter` sends its items in their own dtype, else in that of its outputs.
+        staging_bytes: of peers' rows that a reduce-scatter may hold before they are added up, where it holds any.
+    """
+
+    name: str
+    num_sharing = 1
+    sends_rows_as_given = False
+    staging_bytes = 64 * 2**20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        gather_group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+        ledger: Ledger,
+    ) -> None:
+        self.group = group
+        self.gather_group = gather_group
+        self.control_group = control_group
+        self.device = device
+        self.timeout_s = timeout_s
+        self.ledger = ledger
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self.backend = str(dist.get_backend(group))
+        # Unnamed: PEFT takes a named mesh, unless it is called "fsdp", for tensor parallelism, and uses local shapes.
+        # Of the default group: torch's DTensor caches take equal meshes for one another, so one mesh must serve them all.
+        self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
+        self._sequence = 0
+        self.reason = ""
+        self.trail = 0  # a number for all gathers and reductions so far, in order within each kind
+        self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
+        self._steps: dict[str, int] = {}
+
+    def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
+        """Memory for whole parameters: one for `num_sharing` ranks.
+
+        Args:
+            num_bytes: the same on every rank.
+            label: what for.
+
+        Raises:
+            CollectiveError: a rank cannot have it; raised on all of them.
+        """
+        return torch.UntypedStorage(num_bytes, device=self.device)  # type: ignore[no-untyped-call]
+
+    def before_write(self, label: str) -> None:  # noqa: B027  (nothing to wait for where nothing is shared)
+        """Wait until every rank comes to change parameters, where ranks would otherwise see them change as they compute.
+
+        Args:
+            label: what changes them.
+
+        Raises:
+            CollectiveError: a rank did not come.
+        """
+
+    def settle(self) -> None:  # noqa: B027  (the same)
+        """Wait until the peers have no use any more for tensors given to reductions that this rank has waited for."""
+
+    @abstractmethod
+    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """Complete padded flat tensors of which every rank has filled its own chunk.
+
+        Args:
+            items: each with a flat of `layout.padded_numel` elements; written outside this rank's chunk.
+            unit: the unit's name, for the ledger and for errors.
+
+        Source: ZeRO (arXiv:1910.02054), section 5.3.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """Sum flat tensors over the ranks, in rank order and in the outputs' dtype, and keep this rank's rows.
+
+        Args:
+            items: each with a flat of `layout.numel` elements; only read, until `settle()`.
+            outputs: per item [layout.local_numel(rank)], same dtype or a wider one; may be read after `wait()`.
+            unit: the unit's name, for the ledger and for errors.
+            divisor: of the sums; the number of ranks for an average.
+
+        Source: ZeRO (arXiv:1910.02054), section 5.2.
+        """
+
+    def reduce_whole(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """What `reduce_scatter` does, by an all-reduce of whole tensors; in the order of additions of the transport."""
+        # Copies, since a transport writes in place, and autograd may still own what it was given.
+        sums = [item.flat.to(output.dtype, copy=True) for item, output in zip(items, outputs, strict=True)]
+
+        def keep_own_rows() -> None:
+            for item, output, total in zip(items, outputs, sums, strict=True):
+                torch.div(total[slice(*item.layout.span(self.rank))], divisor, out=output)
+
+        return self.all_reduce(sums, unit, keep_own_rows)
+
+    def reduce_to_owners(
+        self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1
+    ) -> Exchange:
+        """What `reduce_scatter` does, by one reduction for each rank; in the order of additions of the transport."""
+        description = self._describe("reduce", unit)
+        parts: list[Part] = []
+        messages: list[Tensor] = []
+        arrivals: list[tuple[list[Tensor], Tensor]] = []
+        for dtype in dict.fromkeys(output.dtype for output in outputs):
+            chosen = [(item, output) for item, output in zip(items, outputs, strict=True) if output.dtype == dtype]
+            for owner in range(self.num_ranks):
+                # A copy of its own: a transport also writes to it on ranks that are not the owner.
+                message = torch.cat([item.flat[slice(*item.layout.span(owner))].to(dtype) for item, _ in chosen])
+                if not message.numel():
+                    continue
+                call = partial(dist.reduce, message, group=self.group, group_dst=owner, async_op=True)
+                parts.append(self._part(self._start(description, call)))
+                messages.append(message)
+                if owner == self.rank:
+                    arrivals.append(([output for _, output in chosen], message))
+
+        def finish() -> None:
+            for targets, message in arrivals:
+                for target, total in zip(
+                    targets, torch.split(message, [len(target) for target in targets]), strict=True
+                ):
+                    torch.div(total, divisor, out=target)
+
+        received = sum(message.nbytes for _, message in arrivals) * (self.num_ranks - 1)
+        entry = self.ledger.add("reduce", unit, received)
+        return Exchange(description, self.timeout_s, parts, entry, finish, keep=messages)
+
+    def all_reduce(self, tensors: Sequence[Tensor], unit: str, finish: Callable[[], None] | None = None) -> Exchange:
+        """Sum flat tensors over the ranks, in place; the result has the same bits on every rank.
+
+        Args:
+            tensors: contiguous; written.
+            unit: the unit's name, for the ledger and for errors.
+            finish: called by `wait()` when the sums are there.
+        """
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
+        description = self._describe("all_reduce", unit)
+        parts = []
+        for tensor in tensors:
+            work = self._start(description, partial(dist.all_reduce, tensor, group=self.group, async_op=True))
+            parts.append(self._part(work))
+        return Exchange(description, self.timeout_s, parts, entry, finish, keep=tensors)
+
+    def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
+        """Copy `tensor` from rank `source` to all others, and wait for it."""
+        if not tensor.numel():
+            return
+        received = 0 if self.rank == source else tensor.nbytes
+        entry = self.ledger.add("broadcast", unit, received)
+        description = self._describe(f"broadcast from rank {source}", unit)
+        flat = tensor.contiguous()
+        work = self._start(description, lambda: dist.broadcast(flat, group=self.group, group_src=source, async_op=True))
+        Exchange(description, self.timeout_s, [self._part(work)], entry).wait()
+        if flat is not tensor:
+            tensor.copy_(flat)
+
+    def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
+        """Show every rank's `values` to every rank: a small meeting in which all ranks must name the same `label`.
+
+        Args:
+            values: int64 values, as many on every rank.
+            label: what the meeting is about.
+            timeout_s: how long to wait for the others; the usual time by default.
+
+        Returns:
+            The values by rank.
+
+        Raises:
+            CollectiveError: a rank did not come in time, or came with another label or another number of values.
+        """
+        name = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
+        header = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(torch.int64)
+        head = torch.cat([torch.tensor([len(values)], dtype=torch.int64), header])
+        heads = self._swap(head, label, timeout_s or self.timeout_s)
+        for peer, other in enumerate(heads):
+            if not torch.equal(other, head):
+                raise CollectiveError(
+                    f"rank {self.rank} is at {label!r} ({len(values)} values), but rank {peer} is at "
+                    f"{_decode(other)!r} ({int(other[0])} values): all ranks must make the same calls in the same order."
+                )
+        if not values:
+            return [[] for _ in heads]
+        rows = self._swap(torch.tensor(list(values), dtype=torch.int64), label, self.timeout_s)
+        return [row.tolist() for row in rows]
+
+    def meet(self, label: str, timeout_s: float | None = None) -> None:
+        """Wait until every rank has come to the same call, or say who did not."""
+        self.agree((), label, timeout_s)
+
+    def _swap(self, message: Tensor, label: str, timeout_s: float) -> list[Tensor]:
+        """Every rank's `message` ([n] int64, CPU), by rank; point to point, so that a missing rank has a name."""
+        self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
+        description = self._describe("agreement", label)
+        rows = message.repeat(self.num_ranks, 1)
+        (tag,) = self._tags("agreement", "", 1)
+        group = self.control_group
+        parts = [Part(self._receive(description, rows[peer], peer, tag, group), peer) for peer in self._peers()]
+        parts += [Part(self._send(description, message, peer, tag, group), peer) for peer in self._peers()]
+        Exchange(description, timeout_s, parts).wait()
+        return list(rows.unbind())
+
+    def _peers(self) -> list[int]:
+        """The other ranks, each rank starting at its right neighbour so that not all talk to one at a time."""
+        return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
+
+    def _describe(self, kind: str, unit: str) -> str:
+        self._sequence += 1
+        if kind in _ORDERED_KINDS:
+            # By kind: gathers may be interleaved with reductions in another way on every rank.
+            self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
+            self.trail = sum(self._steps.values())
+        return f"{kind} of {unit!r} (exchange {self._sequence})"
+
+    def _tags(self, kind: str, unit: str, count: int) -> list[int]:
+        """Tags of one exchange, made of its kind, its number among those, and its unit.
+
+        So ranks that are off by one wait for each other in vain instead of swapping the data of equal-shaped units.
+        Tags of two units that happen to be equal do no harm while the ranks agree: equal tags are served in order.
+        """
+        self._tags_used[kind] += 1
+        slots = len(_TAG_KINDS)
+        first = zlib.crc32(f"{self._tags_used[kind]} {unit}".encode())
+        return [(first + step) % (2**31 // slots) * slots + _TAG_KINDS.index(kind) for step in range(count)]
+
+    def _part(self, work: dist.Work) -> Part:
+        return Part(work, None, is_on_device=self.device.type != "cpu")
+
+    def _start(self, description: str, call: Callable[[], dist.Work | None]) -> dist.Work:
+        try:
+            work = call()
+        except RuntimeError as error:
+            raise named(error, description, None, self.timeout_s) from error
+        assert work is not None, "this rank is not in the group"
+        return work
+
+    def _send(
+        self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
+    ) -> dist.Work:
+        try:
+            return (group or self.group).send([tensor], peer, tag)
+        except RuntimeError as error:
+            raise named(error, description, peer, self.timeout_s) from error
+
+    def _receive(
+        self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
+    ) -> dist.Work:
+        try:
+            return (group or self.group).recv([tensor], peer, tag)
+        except RuntimeError as error:
+            raise named(error, description, peer, self.timeout_s) from error
+
+
+def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
+    """output = left + right, in the dtype of `output`, which may be `left`, or `right` where their dtypes are equal."""
+    if output.dtype == left.dtype:
+        return torch.add(left, right, out=output)
+    output.copy_(left)
+    return output.add_(right)
+
+
+def divide(sums: Tensor, divisor: int) -> None:
+    """sums / divisor, in place."""
+    if divisor != 1:
+        sums.div_(divisor)
+
+
+def _decode(head: Tensor) -> str:
+    return bytes(head[1:].to(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,97 @@
+"""An exchange between ranks that is under way, and the error that names the peer and the operation when it fails."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hf_zero.comm.ledger import Entry
+from hf_zero.errors import CollectiveError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One point of an exchange that has to be waited for.
+
+    Attributes:
+        work: torch's handle.
+        peer: the rank that it depends on; None: all.
+        is_on_device: it runs on a stream of a GPU. The stream that computes then waits, not this process, which a time given
+            to torch would stop; a late peer is found by the process group's own watchdog.
+    """
+
+    work: dist.Work
+    peer: int | None
+    is_on_device: bool = False
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        """Wait, or let the computing stream wait."""
+        if self.is_on_device:
+            self.work.wait()
+        else:
+            self.work.wait(timeout)
+
+
+class Exchange:
+    """An exchange under way. Its tensors may be read, written or freed only after `wait()`."""
+
+    def __init__(
+        self,
+        description: str,
+        timeout_s: float,
+        parts: Sequence[Part] = (),
+        entry: Entry | None = None,
+        finish: Callable[[], None] | None = None,
+        keep: object = None,
+    ) -> None:
+        self._description = description
+        self._timeout_s = timeout_s
+        self._parts = list(parts)
+        self._entry = entry
+        self._finish = finish
+        self._keep = keep  # tensors that the transport still reads
+        self._is_done = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait()` has returned."""
+        return self._is_done
+
+    def wait(self) -> None:
+        """Block until the exchange is complete on this rank.
+
+        Raises:
+            CollectiveError: a peer is gone, is late by more than the timeout, or never took part.
+        """
+        if self._is_done:
+            return
+        started = time.perf_counter()
+        timeout = datetime.timedelta(seconds=self._timeout_s)
+        for part in self._parts:
+            try:
+                part.wait(timeout)
+            except RuntimeError as error:
+                raise named(error, self._description, part.peer, self._timeout_s) from error
+        if self._finish is not None:
+            self._finish()
+        if self._entry is not None:
+            self._entry.seconds += time.perf_counter() - started
+        self._is_done = True
+        self._parts, self._keep, self._finish = [], None, None
+
+
+def named(error: RuntimeError, description: str, peer: int | None, timeout_s: float) -> CollectiveError:
+    """The error of one exchange with the peer and the operation in it."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    is_late = "imed out" in reason or "imeout" in reason
+    whom = "its peers" if peer is None else f"rank {peer}"
+    what = f"waited {timeout_s:g} s for {whom}" if is_late else f"lost {whom}"
+    return CollectiveError(
+        f"rank {dist.get_rank()} {what} in {description}. Every rank must run the same units in the same order: look for "
+        f"an error on {whom}, a unit that only some ranks call, or a call made on one rank only "
+        f"(timeout_s raises the limit). Cause: {reason}"
+    )

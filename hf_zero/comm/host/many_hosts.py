@@ -1,0 +1,173 @@
+"""Exchanges between several hosts: inside each through its memory, between them over the network.
+
+[Note: several hosts] Every host has the same number of ranks; the k-th ranks of all hosts are a *column*, within which bytes
+pass over the network. Each rank fetches its column's rows into the memory of its host, so that a row comes to a host once.
+Gradients are added up inside each host first, so that the network carries sums. A host keeps whole parameters in every stage,
+as the secondary partition of ZeRO++ (arXiv:2306.10209) does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import Rows
+from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.host.board import Board
+from hf_zero.comm.host.one_host import HostMemory
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.pairwise import PairwiseCollectives, sum_in_order
+from hf_zero.errors import CollectiveError
+
+
+class _Column(PairwiseCollectives):
+    """Exchanges with some of the ranks only."""
+
+    def __init__(self, peers: Sequence[int], *given: Any) -> None:
+        super().__init__(*given)
+        self._others = list(peers)
+
+    def _peers(self) -> list[int]:
+        return self._others
+
+    def _tags(self, kind: str, unit: str, count: int) -> list[int]:
+        return super()._tags(kind, f"{unit} of a column", count)  # other ones than exchanges of all ranks have
+
+
+class SeveralHostsCollectives(HostMemory):
+    """Ranks of several hosts, see [Note: several hosts].
+
+    [Note: couriers] An exchange has two parts, over the network and within the host, of which the second waits for other ranks.
+    Were they waited for in `wait()`, a rank would depend on when others come to theirs, which may be never. So two threads
+    of each rank, one for gathers and one for reductions, go through the exchanges in their order as soon as they are made.
+
+    Args:
+        board: of the ranks of this host.
+        hosts: the ranks of each host, as many on every one.
+        given: as of `Collectives`.
+    """
+
+    def __init__(self, board: Board, hosts: Sequence[Sequence[int]], *given: Any) -> None:
+        super().__init__(board, *given)
+        place = self._mates.index(self.rank)
+        self._column = [ranks[place] for ranks in hosts]
+        self._others = [rank for rank in self._column if rank != self.rank]
+        network = given[:-1]
+        self._to_column = _Column(self._others, *network, Ledger())  # this class counts in its own
+        self._to_all = PairwiseCollectives(*(*network, Ledger()))
+        self._gathers, self._reductions = _Courier(), _Courier()
+
+    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """See `Collectives.gather`."""
+        shared = [item for item in items if self._is_shared(item.flat)]
+        private = [item for item in items if not self._is_shared(item.flat)]
+        description = self._describe("gather", unit)
+        self._to_column.timeout_s = self._to_all.timeout_s = self.timeout_s
+        fetched = self._to_column.gather(shared, unit)
+        rest = self._to_all.gather(private, unit)
+        sources = [(shared, self._others), (private, self._peers())]
+        received = sum(
+            item.layout.local_numel(peer) * item.flat.itemsize
+            for chosen, peers in sources
+            for item in chosen
+            for peer in peers
+        )
+
+        def complete() -> None:
+            fetched.wait()
+            lane = self._board.lanes["gather"]
+            posted = lane.post(f"gather of {unit!r}", (), description, self.timeout_s, _nothing)
+            lane.complete(posted, self.timeout_s)
+            rest.wait()
+
+        job = self._gathers.submit(complete)
+        return Exchange(description, self.timeout_s, (), self.ledger.add("gather", unit, received), job.result, items)
+
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """See `Collectives.reduce_scatter`.
+
+        A host's sums for a column take the memory of the gradients in the outputs' dtype, divided by the ranks of a host; what
+        the other hosts send takes as much again, less this rank's own rows.
+        """
+        description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(items))
+        addresses = [item.flat.data_ptr() for item in items]
+        sums = {owner: _Parcels(items, outputs, owner) for owner in self._column}
+        arrivals = {peer: _Parcels(items, outputs, self.rank) for peer in self._others}
+
+        def add_up_host(numbers: dict[int, array[int]]) -> None:
+            for owner, parcels in sums.items():
+                self._sum_rows(items, owner, parcels.rows, 1, numbers)
+
+        def complete() -> None:
+            lane = self._board.lanes["reduce_scatter"]
+            label = f"reduce_scatter of {unit!r}"
+            lane.complete(lane.post(label, addresses, description, self.timeout_s, add_up_host, items), self.timeout_s)
+            parts: list[Part] = []
+            for peer, arrival in arrivals.items():
+                for message, to_peer, tag in zip(arrival.messages, sums[peer].messages, tags, strict=False):
+                    if message.numel():
+                        parts.append(Part(self._receive(description, message, peer, tag), peer))
+                    if to_peer.numel():
+                        parts.append(Part(self._send(description, to_peer, peer, tag), peer))
+            Exchange(description, self.timeout_s, parts, keep=sums).wait()
+            by_host = [arrivals.get(rank, sums[self.rank]).rows for rank in self._column]
+            for output, *terms in zip(outputs, *by_host, strict=True):
+                sum_in_order(output, terms, divisor)
+
+        from_mates = (self.num_sharing - 1) * sum(
+            item.layout.local_numel(owner) * item.flat.itemsize for item in items for owner in self._column
+        )
+        from_hosts = len(self._others) * sum(output.nbytes for output in outputs)
+        entry = self.ledger.add("reduce_scatter", unit, from_mates + from_hosts)
+        job = self._reductions.submit(complete)
+        return Exchange(description, self.timeout_s, (), entry, job.result, items)
+
+
+class _Courier:
+    """A thread that does one job after the other; once one has failed, all later ones do."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero courier")
+        self._failure = ""
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Do `job` after those before it; the result is None, or the error."""
+        return self._thread.submit(self._do, job)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._failure:
+            raise CollectiveError(self._failure)  # at once: each would be waited for in vain
+        try:
+            job()
+        except Exception as error:
+            self._failure = str(error)
+            raise
+
+
+class _Parcels:
+    """Room for the rows of one rank, in the dtypes of the outputs, a message a dtype.
+
+    Attributes:
+        messages: flat.
+        rows: of each item, in the messages.
+    """
+
+    def __init__(self, items: Sequence[Rows], outputs: Sequence[Tensor], owner: int) -> None:
+        lengths = [item.layout.local_numel(owner) for item in items]
+        self.messages: list[Tensor] = []
+        rows: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(output.dtype for output in outputs):
+            chosen = [index for index, output in enumerate(outputs) if output.dtype == dtype]
+            self.messages.append(torch.empty(sum(lengths[index] for index in chosen), dtype=dtype))
+            parts = torch.split(self.messages[-1], [lengths[index] for index in chosen])
+            rows.update(zip(chosen, parts, strict=True))
+        self.rows = [rows[index] for index in range(len(items))]
+
+
+def _nothing(numbers: dict[int, array[int]]) -> None:
+    """Nothing is read from the host's other ranks: their rows are in place."""

@@ -1,0 +1,297 @@
+"""Exchanges through the memory of a host: shards are read where they live, gradients where they lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import Collectives, Rows, add, divide
+from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.host import memory as host_memory
+from hf_zero.comm.host.board import BOARD_BYTES, Board, Lane, Posted, is_short
+from hf_zero.comm.ledger import Entry
+from hf_zero.errors import CollectiveError
+
+_PIECE_BYTES = 512 * 2**10  # summed at a time: small enough to be added from the cache that it was read into
+_REASONS = (
+    "",
+    "it needs Linux on x86-64",
+    "the parameters are not in the host's memory",
+    "a rank cannot open the others' shared memory (they are isolated from each other)",
+    "a rank may not read the others' memory (the system call process_vm_readv is forbidden)",
+    "a rank cannot see whether the others live (the system call pidfd_open is missing or forbidden)",
+    "every host has one rank only",
+    "hosts have different numbers of ranks",
+)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Addresses `first` to `end` - 1, as long as `memory` is mapped."""
+
+    memory: weakref.ref[mmap.mmap]
+    first: int
+    end: int
+
+
+class HostMemory(Collectives):
+    """What exchanges through the memory of a host have in common, whether all ranks are on it or not.
+
+    Whole parameters live once a host, where every rank's rows are its part of them. See [Note: lanes] for how the ranks of a
+    host know of each other.
+
+    Args:
+        board: of the ranks of this host.
+        given: as of `Collectives`.
+    """
+
+    name = "host"
+
+    def __init__(self, board: Board, *given: Any) -> None:
+        super().__init__(*given)
+        self._board = board
+        self._mates = sorted(board.pid_of)  # the ranks of this host
+        self.num_sharing = len(self._mates)
+        self._shared: list[_Shared] = []
+        self._scratch: list[Tensor] = []
+
+    def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
+        """See `Collectives.allocate`."""
+        problem, memory, handle, leader = "", None, (0, 0), self._mates[0]
+        if self.rank == leader:
+            try:
+                descriptor, memory = host_memory.create(num_bytes)
+                handle = (os.getpid(), descriptor)
+            except host_memory.PeerMemoryError as error:
+                problem = str(error)
+        pid, descriptor = self.agree(handle, f"shared memory of {label}")[leader]
+        if self.rank != leader and pid:
+            try:
+                memory = host_memory.attach(pid, descriptor, num_bytes, writes=True)
+            except host_memory.PeerMemoryError as error:
+                problem = str(error)
+        failed = [rank for rank, (flag,) in enumerate(self.agree([int(memory is None)], label)) if flag]
+        if self.rank == leader and pid:
+            os.close(descriptor)
+        if memory is None or failed:
+            raise CollectiveError(
+                f"rank {failed[0]} has no shared memory for {label} ({num_bytes} bytes). {problem} "
+                "Free memory, or set `collectives: pairwise`"
+            )
+        storage = host_memory.as_storage(memory)
+        self._shared = [each for each in self._shared if each.memory() is not None]
+        self._shared.append(_Shared(weakref.ref(memory), storage.data_ptr(), storage.data_ptr() + num_bytes))
+        return storage
+
+    def before_write(self, label: str) -> None:
+        """See `Collectives.before_write`."""
+        lane = self._board.lanes["write"]
+        lane.complete(lane.post(label, (), label, self.timeout_s, lambda numbers: None), self.timeout_s)
+
+    def settle(self) -> None:
+        """See `Collectives.settle`."""
+        self._board.lanes["reduce_scatter"].settle("the end of reduce_scatter", self.timeout_s)
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(each.first <= address < each.end for each in self._shared if each.memory() is not None)
+
+    def _sum_rows(
+        self, items: Sequence[Rows], owner: int, outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
+    ) -> None:
+        """Add up the rows of rank `owner` over the ranks of this host; `numbers` has the addresses of the peers' items."""
+        for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
+            addresses = {peer: values[index] for peer, values in numbers.items()}
+            start, stop = item.layout.span(owner)
+            step = _PIECE_BYTES // item.flat.itemsize
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                piece = output[first - start : last - start]
+                self._sum_piece(item.flat, addresses, first, last, piece)
+                divide(piece, divisor)
+
+    def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
+        """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of the tensors of this host's ranks."""
+        if not self._scratch:
+            self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
+        terms = []
+        for place, rank in enumerate(self._mates):
+            if rank == self.rank:
+                terms.append(flat[first:last])
+            else:
+                memory = self._scratch[place % 2]
+                term = memory[: (last - first) * flat.itemsize].view(flat.dtype)
+                source = addresses[rank] + first * flat.itemsize
+                host_memory.read(self._board.pid_of[rank], source, term.data_ptr(), term.nbytes)
+                terms.append(term)
+            if len(terms) == 2:
+                left, right = terms
+                terms = [add(left, right, output)]
+
+
+class HostCollectives(HostMemory):
+    """Ranks that are all on one host.
+
+    A gather moves nothing, and only waits until every owner has come to it. A reduce-scatter reads the peers' gradients where
+    autograd wrote them, a piece at a time, and adds them in rank order.
+    """
+
+    sends_rows_as_given = True
+
+    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """See `Collectives.gather`."""
+        private = [item for item in items if not self._is_shared(item.flat)]
+        numbers = [item.flat.data_ptr() + self._own_offset(item) for item in private]
+        received = sum(
+            (item.layout.numel - item.layout.local_numel(self.rank)) * item.flat.itemsize for item in private
+        )
+        return self._post("gather", unit, numbers, received, partial(self._read_rows, private), items, bool(private))
+
+    def _own_offset(self, item: Rows) -> int:
+        return item.layout.local_span_in_chunk(self.rank)[0] * item.flat.itemsize
+
+    def _read_rows(self, items: Sequence[Rows], numbers: dict[int, array[int]]) -> None:
+        for peer, addresses in numbers.items():
+            for item, address in zip(items, addresses, strict=True):
+                start, stop = item.layout.local_span_in_chunk(peer)
+                size = item.flat.itemsize
+                target = item.flat.data_ptr() + start * size
+                host_memory.read(self._board.pid_of[peer], address, target, (stop - start) * size)
+
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """See `Collectives.reduce_scatter`."""
+        numbers = [item.flat.data_ptr() for item in items]
+        received = sum(
+            output.numel() * item.flat.itemsize * (self.num_ranks - 1)
+            for item, output in zip(items, outputs, strict=True)
+        )
+        finish = partial(self._sum_rows, items, self.rank, outputs, divisor)
+        return self._post("reduce_scatter", unit, numbers, received, finish, items, False)
+
+    def _swap(self, message: Tensor, label: str, timeout_s: float) -> list[Tensor]:
+        self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
+        rows = [message] * self.num_ranks
+
+        def finish(numbers: dict[int, array[int]]) -> None:
+            for peer, values in numbers.items():
+                rows[peer] = torch.tensor(values)
+
+        lane = self._board.lanes["agreement"]
+        description = self._describe("agreement", label)
+        lane.complete(lane.post("agreement", message.tolist(), description, timeout_s, finish), timeout_s)
+        if not is_short(len(message)):
+            lane.settle(description, timeout_s)
+        return rows
+
+    def _post(
+        self,
+        kind: str,
+        unit: str,
+        numbers: list[int],
+        received: int,
+        finish: Any,
+        keep: object,
+        waits_for_readers: bool,
+    ) -> Exchange:
+        lane, description = self._board.lanes[kind], self._describe(kind, unit)
+        posted = lane.post(f"{kind} of {unit!r}", numbers, description, self.timeout_s, finish, keep)
+        entry = self.ledger.add(kind, unit, received)
+        return _HostExchange(lane, posted, description, self.timeout_s, entry, waits_for_readers)
+
+
+class _HostExchange(Exchange):
+    """An exchange that is done when this rank has read what it needs, and, if asked for, its peers as well."""
+
+    def __init__(
+        self, lane: Lane, posted: Posted, description: str, timeout_s: float, entry: Entry, waits_for_readers: bool
+    ) -> None:
+        super().__init__(description, timeout_s, entry=entry)
+        self._lane, self._posted, self._waits_for_readers = lane, posted, waits_for_readers
+
+    def wait(self) -> None:
+        """See `Exchange.wait`."""
+        if self._is_done:
+            return
+        started = time.perf_counter()
+        self._lane.complete(self._posted, self._timeout_s)
+        if self._waits_for_readers:
+            self._lane.settle(self._description, self._timeout_s)
+        assert self._entry is not None
+        self._entry.seconds += time.perf_counter() - started
+        self._is_done = True
+
+
+def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
+    """Map the boards of all ranks of this host; or why that cannot be had, the same on every rank.
+
+    Args:
+        meeting: the same ranks, over the network.
+
+    Returns:
+        The board, and the ranks of each host, as many on every one.
+    """
+    code = 0 if host_memory.is_supported() else 1
+    if meeting.device.type != "cpu":
+        code = 2
+    token, probe = secrets.randbits(62), array("q", [secrets.randbits(62)])
+    descriptor, own = -1, None
+    if not code:
+        try:
+            descriptor, own = host_memory.create(BOARD_BYTES)
+            memoryview(own).cast("q")[0] = token
+            host_memory.let_peers_read()
+        except host_memory.PeerMemoryError:
+            code = 3
+    facts = [host_memory.host_number(), code, os.getpid(), descriptor, token, probe.buffer_info()[0], probe[0]]
+    rows = meeting.agree(facts, "the memory of the host")
+    numbers = [row[0] for row in rows]
+    hosts = [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
+    code = max(row[1] for row in rows) or _shape_problem(hosts)
+    peers = {}
+    for rank, (number, _, pid, peers_descriptor, expected, address, value) in enumerate(rows):
+        if code or rank == meeting.rank or number != numbers[meeting.rank]:
+            continue
+        try:
+            memory = host_memory.attach(pid, peers_descriptor, BOARD_BYTES, writes=False)
+            code = 0 if memoryview(memory).cast("q")[0] == expected else 3
+            peers[rank] = (pid, memory)
+        except host_memory.PeerMemoryError:
+            code = 3
+        code = code or _probe(pid, address, value)
+    board = None
+    if not code and own is not None:
+        try:
+            board = Board(meeting.rank, own, peers)
+        except OSError:
+            code = 5
+    code = max(code for (code,) in meeting.agree([code], "reading the memory of the host"))
+    if descriptor >= 0:
+        os.close(descriptor)
+    return _REASONS[code] if code or board is None else (board, hosts)
+
+
+def _shape_problem(hosts: list[list[int]]) -> int:
+    """0 if every host has the same number of ranks, and more than one, else an index of `_REASONS`."""
+    sizes = {len(ranks) for ranks in hosts}
+    return 7 if len(sizes) > 1 else 6 if sizes == {1} else 0
+
+
+def _probe(pid: int, address: int, expected: int) -> int:
+    """0 if a number at `address` of process `pid` can be read, else why not, as an index of `_REASONS`."""
+    seen = array("q", [0])
+    try:
+        host_memory.read(pid, address, seen.buffer_info()[0], 8)
+    except host_memory.PeerMemoryError:
+        return 4
+    return 0 if seen[0] == expected else 3

@@ -1,0 +1,111 @@
+"""How fast each implementation of `Collectives` is on the ranks that will use it, and which one `auto` takes."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.layout import RowLayout
+
+UNIT_BYTES = (2**20, 8 * 2**20)  # of a small and of a large unit
+_REPEATS = 3
+_FAR_BEHIND = 2.0  # times the least time: not measured with the next size
+_UNIT = "a measurement"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one exchange: the least of several, of the slowest rank.
+
+    Attributes:
+        num_bytes: of the whole tensor, fp32.
+        gather: every rank gets the others' rows.
+        reduce_scatter: every rank gets the sum of its own rows.
+    """
+
+    num_bytes: int
+    gather: float
+    reduce_scatter: float
+
+
+def measure(collectives: Collectives, num_bytes: int, repeats: int = _REPEATS) -> Timing:
+    """Time the two exchanges of training; called by all ranks together, which get the same figures.
+
+    Args:
+        collectives: what to time; its ledger counts it.
+        num_bytes: of the whole tensor.
+        repeats: how often, after once to warm up.
+    """
+    numel = num_bytes // 4 // collectives.num_ranks * collectives.num_ranks
+    layout = RowLayout((numel,), collectives.num_ranks)
+    memory = collectives.allocate(4 * numel, _UNIT)
+    whole = torch.empty(0, device=collectives.device).set_(memory)
+    gradient, rows = torch.ones_like(whole), whole.new_empty(layout.local_numel(collectives.rank))
+    best = [float("inf"), float("inf")]
+    for _ in range(1 + repeats):
+        collectives.meet(_UNIT)
+        start = time.perf_counter()
+        collectives.gather([Rows(whole, layout)], _UNIT).wait()
+        middle = time.perf_counter()
+        collectives.reduce_scatter([Rows(gradient, layout)], [rows], _UNIT).wait()
+        collectives.settle()
+        best = [min(best[0], middle - start), min(best[1], time.perf_counter() - middle)]
+    nanoseconds = collectives.agree([round(1e9 * seconds) for seconds in best], _UNIT)
+    gather, reduce_scatter = (max(column) / 1e9 for column in zip(*nanoseconds, strict=True))
+    return Timing(4 * numel, gather, reduce_scatter)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    group: weakref.ref[object]
+    names: tuple[str, ...]
+    chosen: str
+    reason: str
+
+
+_choice: _Choice | None = None  # for the process group that is in place
+
+
+def fastest(candidates: Sequence[Collectives]) -> Collectives:
+    """The candidate that exchanges units in the least time, the same on every rank.
+
+    Large units are exchanged only by those that small ones do not leave far behind. Measured once for a process group
+    and these candidates; their ledgers are empty again afterwards.
+    """
+    global _choice
+    if len(candidates) == 1:
+        return candidates[0]
+    names = tuple(each.name for each in candidates)
+    if _choice is None or _choice.group() is not dist.group.WORLD or _choice.names != names:
+        assert dist.group.WORLD is not None
+        _choice = _Choice(weakref.ref(dist.group.WORLD), names, *_compare(candidates))
+    chosen = next(each for each in candidates if each.name == _choice.chosen)
+    chosen.reason = _choice.reason
+    return chosen
+
+
+def _compare(candidates: Sequence[Collectives]) -> tuple[str, str]:
+    """The name of the fastest, and the times that say so."""
+    remaining, reason = list(candidates), "auto"
+    for num_bytes in UNIT_BYTES:
+        seconds = {each.name: _seconds(each, num_bytes) for each in remaining}
+        remaining.sort(key=lambda each: seconds[each.name])
+        times = ", ".join(f"{each.name} {seconds[each.name] * 1e3:.1f}" for each in remaining)
+        reason += f"; ms for {num_bytes / 2**20:.0f} MiB: {times}"
+        least = seconds[remaining[0].name]
+        remaining = [each for each in remaining if seconds[each.name] <= _FAR_BEHIND * least]
+        if len(remaining) == 1:
+            break
+    return remaining[0].name, reason
+
+
+def _seconds(candidate: Collectives, num_bytes: int) -> float:
+    timing = measure(candidate, num_bytes)
+    candidate.ledger.reset()
+    return timing.gather + timing.reduce_scatter

@@ -1,0 +1,97 @@
+"""torch.distributed's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero import torch_compat
+from hf_zero.comm.collectives import Collectives, Rows, divide
+from hf_zero.comm.exchange import Exchange, Part, named
+
+
+class NativeCollectives(Collectives):
+    """torch.distributed's own collectives, in place: one call a parameter, which NCCL runs as one launch a unit.
+
+    NCCL runs on a stream of its own, which waits for what was queued before the call; the computing stream waits for it where
+    the result is used. So gathers and reductions overlap with what is computed between the two, without host synchronisation.
+    """
+
+    name = "native"
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._coalesces = self.backend == "nccl"
+
+    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """See `Collectives.gather`."""
+        calls: list[Callable[[], dist.Work | None]] = []
+        received = 0
+        description = self._describe("gather", unit)
+        for item in items:
+            chunk = item.layout.chunk_numel
+            if not chunk:
+                continue
+            own = item.flat[self.rank * chunk : (self.rank + 1) * chunk]
+            calls.append(partial(self._gather_around, item.flat, own))
+            received += item.flat.nbytes - own.nbytes
+        parts = self._start_all(description, calls, self.gather_group)
+        return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), keep=items)
+
+    def _start_all(
+        self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
+    ) -> list[Part]:
+        if not self._coalesces or not calls:
+            return [self._part(self._start(description, call)) for call in calls]
+        try:
+            with torch_compat.coalesced(group) as works:
+                for call in calls:
+                    call()
+        except RuntimeError as error:
+            raise named(error, description, None, self.timeout_s) from error
+        return [self._part(work) for work in works]
+
+    def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
+        if self.backend != "gloo":
+            work: dist.Work | None = torch_compat.all_gather_single(flat, own, self.gather_group, async_op=True)
+            return work
+        # gloo writes `own` back at the end: it must not land on rows that have changed meanwhile.
+        chunks = list(flat.chunk(self.num_ranks))
+        chunks[self.rank] = torch.empty_like(own)
+        work = dist.all_gather(chunks, own, self.gather_group, async_op=True)
+        return work
+
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """See `Collectives.reduce_scatter`."""
+        calls: list[Callable[[], dist.Work | None]] = []
+        keep, copies, received = [], [], 0
+        description = self._describe("reduce_scatter", unit)
+        for item, output in zip(items, outputs, strict=True):
+            layout = item.layout
+            if not layout.chunk_numel:
+                continue
+            padded = item.flat.to(output.dtype)
+            if layout.padded_numel != layout.numel:
+                padded = torch.nn.functional.pad(padded, (0, layout.padded_numel - layout.numel))
+            chunk = output
+            if output.numel() != layout.chunk_numel:
+                chunk = output.new_empty(layout.chunk_numel)
+                copies.append((output, chunk[: output.numel()]))
+            calls.append(partial(torch_compat.reduce_scatter_single, chunk, padded, group=self.group, async_op=True))
+            keep.append((padded, chunk))
+            received += padded.nbytes - chunk.nbytes
+
+        def finish() -> None:
+            for output, chunk in copies:
+                output.copy_(chunk)
+            for output in outputs:
+                divide(output, divisor)
+
+        parts = self._start_all(description, calls, self.group)
+        entry = self.ledger.add("reduce_scatter", unit, received)
+        return Exchange(description, self.timeout_s, parts, entry, finish, keep)

@@ -1,0 +1,454 @@
+"""ZeroConfig: what a user asks for, written in a call, a YAML or JSON file, or a DeepSpeed JSON file.
+
+This is the only file that knows stage numbers and the only reader of `HF_ZERO_*` variables. It imports neither torch
+nor yaml at the top, so that `--help` stays quick: dtypes are words here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_zero.config import deepspeed, deepspeed_rules, values
+from hf_zero.config.deepspeed import ImportRow
+from hf_zero.errors import ConfigError
+
+__all__ = [
+    "COLLECTIVES_VARIABLE",
+    "CONFIG_VARIABLE",
+    "DeepSpeedImport",
+    "ImportRow",
+    "StagePolicy",
+    "UnitGrouping",
+    "ZeroConfig",
+    "load_with_import",
+    "read_deepspeed",
+]
+
+CONFIG_VARIABLE = "HF_ZERO_CONFIG"
+"""Environment variable: the file that `ZeroConfig.load(None)` reads."""
+
+COLLECTIVES_VARIABLE = "HF_ZERO_COLLECTIVES"
+"""Environment variable: what `collectives: auto` stands for, instead of measuring."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StagePolicy:
+    """What a stage shards over the ranks; what it does not shard stays whole on every rank.
+
+    Attributes:
+        shards_optimizer: optimizer states (and masters) are rows of a rank.
+        shards_gradients: gradients are reduced to a rank's rows after every micro-batch, and kept so.
+        shards_parameters: parameters are rows between uses, and gathered for each use.
+
+    Source: ZeRO (arXiv:1910.02054), section 5.
+    """
+
+    shards_optimizer: bool
+    shards_gradients: bool
+    shards_parameters: bool
+
+
+_POLICIES = (
+    StagePolicy(False, False, False),  # 0: data parallelism; the baseline that the others are checked against
+    StagePolicy(True, False, False),  # 1: P_os; one reduce-scatter and one gather a step
+    StagePolicy(True, True, False),  # 2: P_os+g; a reduce-scatter a micro-batch
+    StagePolicy(True, True, True),  # 3: P_os+g+p; parameters are gathered for forward and for backward
+)
+
+
+@dataclass(frozen=True)
+class UnitGrouping:
+    """Which modules become units, the sets of parameters that are gathered together.
+
+    Attributes:
+        class_names: every module of one of these classes is a unit, for example ("LlamaDecoderLayer",).
+        min_numel: modules are made units bottom-up once they hold at least this many elements.
+
+    With neither, units are found by themselves ("auto": repeated blocks, embeddings, the head).
+    """
+
+    class_names: tuple[str, ...] = ()
+    min_numel: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.class_names, str) or not isinstance(self.class_names, (list, tuple)):
+            values.fail(
+                "units", self.class_names, "is not a list of class names; write for example [LlamaDecoderLayer]"
+            )
+        for name in self.class_names:
+            if not isinstance(name, str) or not name.isidentifier():
+                values.fail("units", name, "is not the name of a class; write for example [LlamaDecoderLayer]")
+        object.__setattr__(self, "class_names", tuple(self.class_names))
+        if self.min_numel is not None:
+            object.__setattr__(self, "min_numel", values.count("units.min_numel", self.min_numel, minimum=1))
+        if self.class_names and self.min_numel is not None:
+            values.fail("units", self.to_value(), "has both class names and min_numel; keep one")
+
+    @classmethod
+    def from_value(cls, value: object) -> UnitGrouping:
+        """The grouping of a YAML form: `auto`, `[LlamaDecoderLayer]` or `{min_numel: 1000000}`.
+
+        Raises:
+            ConfigError: the value is none of these.
+        """
+        forms = "use auto, a list of class names such as [LlamaDecoderLayer], or {min_numel: 1000000}"
+        if isinstance(value, UnitGrouping):
+            return value
+        if isinstance(value, str) and value == "auto":
+            return cls()
+        if isinstance(value, (list, tuple)) and value:
+            return cls(class_names=tuple(value))
+        if isinstance(value, Mapping) and list(value) == ["min_numel"] and value["min_numel"] is not None:
+            return cls(min_numel=value["min_numel"])
+        values.fail("units", value, f"is not understood; {forms}")
+
+    def to_value(self) -> object:
+        """The YAML form that `from_value` reads back."""
+        if self.class_names and self.min_numel is not None:
+            return {"class_names": list(self.class_names), "min_numel": self.min_numel}
+        if self.min_numel is not None:
+            return {"min_numel": self.min_numel}
+        return list(self.class_names) or "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """How a model is partitioned over the ranks, validated when it is made.
+
+    Byte fields also take strings ("64MiB", "1GiB", "500MB", "5e7"), and are bytes afterwards; dtype fields also take
+    "bf16", "fp32" and torch dtypes; `units` also takes its YAML forms.
+
+    Attributes:
+        stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
+        units: the sets of parameters that are gathered together.
+        keep_whole_numel: elements; a parameter of at most this many stays whole on every rank, in stage 3 and in the
+            optimizer shard. 0: none does.
+        prefetch_bytes: bytes of parameters gathered ahead of their use, or kept at the end of a forward, since the backward
+            uses them first. 0: none.
+        bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
+            rounds of at most as many.
+        compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 flag.
+        master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
+        reduce_dtype: dtype in which gradients are added up between ranks; "auto": the compute dtype.
+        gradient_reduction: whether gradients are averaged over the ranks, or added.
+        collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
+            ranks swaps what the other needs), "host" (ranks of a host share memory, hosts swap pairwise; CPU only). "auto"
+            takes the fastest on gloo, measured once when training starts, and "native" elsewhere.
+        timeout_s: seconds after which one exchange counts as failed.
+        reduce_scatter: how each rank gets the sum of its own rows of a gradient: True reduce-scatters, False all-reduces
+            whole gradients and keeps own rows, "to_owner" reduces the rows of each rank to it, a reduction a rank.
+        reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
+            (stage 3 only): one gather less, and the memory of all parameters.
+        expected_world_size: ranks that the run must have; None: any number.
+        async_save: the Trainer's checkpoints are written while training goes on, from copies of the rows.
+
+    Raises:
+        ConfigError: a value is wrong, or two do not go together.
+    """
+
+    stage: int = 3
+    units: UnitGrouping = UnitGrouping()
+    keep_whole_numel: int = 0
+    prefetch_bytes: int = 64 * 2**20
+    bucket_bytes: int = 64 * 2**20
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    master_dtype: Literal["auto", "float32"] = "float32"
+    reduce_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    gradient_reduction: Literal["mean", "sum"] = "mean"
+    collectives: Literal["auto", "native", "pairwise", "host"] = "auto"
+    timeout_s: float = 120.0
+    reduce_scatter: bool | Literal["to_owner"] = True
+    reshard_after_forward: bool = True
+    expected_world_size: int | None = None
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        for key, check in _CHECKS.items():
+            object.__setattr__(self, key, check(key, getattr(self, key)))
+        if not self.reshard_after_forward and not self.policy.shards_parameters:
+            values.fail(
+                "reshard_after_forward",
+                False,
+                f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
+            )
+        if self.reduce_scatter is not True and not self.policy.shards_optimizer:
+            values.fail(
+                "reduce_scatter",
+                self.reduce_scatter,
+                f"has no effect in stage {self.stage}, where no rank owns rows; remove it, or use stage 1, 2 or 3",
+            )
+
+    @property
+    def policy(self) -> StagePolicy:
+        """What the stage means, for code that must not ask for its number."""
+        return _POLICIES[self.stage]
+
+    @property
+    def exchange(self) -> str:
+        """`collectives`, where HF_ZERO_COLLECTIVES may say what "auto" stands for.
+
+        Raises:
+            ConfigError: the variable holds another word.
+        """
+        if self.collectives != "auto":
+            return self.collectives
+        return values.collectives(COLLECTIVES_VARIABLE, os.environ.get(COLLECTIVES_VARIABLE) or "auto")
+
+    @classmethod
+    def load(
+        cls, source: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+    ) -> ZeroConfig:
+        """A config from wherever it is written.
+
+        A DeepSpeed file is recognised. What it says about training (batch size, optimizer, clipping) is no part of a
+        ZeroConfig: `load_with_import` returns that too.
+
+        Args:
+            source: a config, a mapping, a path (.yaml, .yml, .json), or JSON text that starts with "{". None: the
+                file that the variable HF_ZERO_CONFIG names.
+            **overrides: fields that replace those of the source.
+
+        Raises:
+            ConfigError: the source is missing, unreadable, or has a mistake.
+        """
+        return load_with_import(source, **overrides)[0]
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> ZeroConfig:
+        """The config in a YAML (.yaml, .yml) or JSON (.json) file, our format or DeepSpeed's."""
+        return _from_mapping(_read_file(os.fsdecode(path)), os.fsdecode(path))[0]
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], source: str = "the given mapping") -> ZeroConfig:
+        """The config that a mapping describes, our format or DeepSpeed's.
+
+        Args:
+            mapping: keys and values as YAML or JSON gives them.
+            source: where it comes from; the errors name it.
+        """
+        return _from_mapping(mapping, source)[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values that YAML and JSON can hold; `from_dict` gives the same config back."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {"units": self.units.to_value()}
+
+    def replace(self, **changes: Any) -> ZeroConfig:
+        """A copy with some fields changed, validated again."""
+        for key in changes:
+            if key not in _CHECKS:
+                raise ConfigError(_unknown_key(key))
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class DeepSpeedImport:
+    """What a DeepSpeed file means here.
+
+    Attributes:
+        config: its ZeRO part.
+        training: values of the Trainer's arguments that it implies, by argument name; "auto" ones are left out.
+        rows: what became of every key, in words.
+    """
+
+    config: ZeroConfig
+    training: Mapping[str, Any]
+    rows: tuple[ImportRow, ...]
+
+    def table(self) -> str:
+        """The rows as a plain aligned text table."""
+        return deepspeed.render_table(self.rows)
+
+
+def load_with_import(
+    source: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+) -> tuple[ZeroConfig, DeepSpeedImport | None]:
+    """`ZeroConfig.load`, and the import where the source was a DeepSpeed file (its `config` has the overrides too).
+
+    Raises:
+        ConfigError: as `ZeroConfig.load`.
+    """
+    if isinstance(source, ZeroConfig):
+        return source.replace(**overrides), None
+    mapping, name = _read(source)
+    config, imported = _from_mapping(mapping, name)
+    if overrides:
+        try:
+            config = config.replace(**overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{name}, with the given overrides: {error}") from None
+    if imported is None:
+        return config, None
+    logger.info("%s is a DeepSpeed file; what it means here:\n%s", name, imported.table())
+    return config, dataclasses.replace(imported, config=config)
+
+
+def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str]) -> DeepSpeedImport:
+    """What a DeepSpeed mapping, file or JSON text means here.
+
+    Raises:
+        ConfigError: it is not a DeepSpeed config, or asks for what would train differently here.
+    """
+    mapping, name = _read(source)
+    imported = _from_mapping(mapping, name)[1]
+    if imported is None:
+        raise ConfigError(f"{name}: is not a DeepSpeed config: it has none of its keys, such as 'zero_optimization'")
+    return imported
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "stage": partial(values.integer, minimum=0, maximum=len(_POLICIES) - 1, advice="is not a stage; use 0, 1, 2 or 3"),
+    "units": lambda key, value: UnitGrouping.from_value(value),
+    "keep_whole_numel": partial(values.count, minimum=0),
+    "prefetch_bytes": partial(values.num_bytes, minimum=0),
+    "bucket_bytes": partial(values.num_bytes, minimum=1),
+    "compute_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16")),
+    "master_dtype": partial(values.dtype, words=("auto", "float32")),
+    "reduce_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16")),
+    "gradient_reduction": partial(values.word, words=("mean", "sum")),
+    "collectives": values.collectives,
+    "timeout_s": values.seconds,
+    "reduce_scatter": values.reduce_scatter,
+    "reshard_after_forward": values.boolean,
+    "expected_world_size": values.world_size,
+    "async_save": values.boolean,
+}
+
+_NAMES_FROM_DEEPSPEED = {
+    "reduce_bucket_size": "'bucket_bytes', in bytes",
+    "stage3_param_persistence_threshold": "'keep_whole_numel'",
+    "stage3_prefetch_bucket_size": "'prefetch_bytes', in bytes",
+    "communication_data_type": "'reduce_dtype'",
+    "use_multi_rank_bucket_allreduce": "'reduce_scatter', with true, false or to_owner",
+}
+
+
+def _unknown_key(key: object) -> str:
+    if not isinstance(key, str):
+        return f"key {values.shown(key)} is not a word; the keys are {', '.join(_CHECKS)}"
+    if key in _NAMES_FROM_DEEPSPEED:
+        return f"unknown key '{key}': that is DeepSpeed's name; here it is {_NAMES_FROM_DEEPSPEED[key]}"
+    if key in deepspeed_rules.TOP_KEYS:
+        return f"unknown key '{key}': it belongs to the DeepSpeed format; use either that format or ours, not both"
+    near = difflib.get_close_matches(key, _CHECKS, n=1)
+    near = near or difflib.get_close_matches(key, deepspeed_rules.TOP_KEYS, n=1, cutoff=0.8)
+    advice = f"did you mean '{near[0]}'?" if near else f"the keys are {', '.join(_CHECKS)}"
+    return f"unknown key {values.shown(key)}; {advice}"
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
+
+def _from_mapping(mapping: object, source: str) -> tuple[ZeroConfig, DeepSpeedImport | None]:
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(
+            f"{source}: holds a {type(mapping).__name__}, not keys with values; write for example 'stage: 3'"
+        )
+    if not any(key in mapping for key in _CHECKS) and any(key in mapping for key in deepspeed_rules.TOP_KEYS):
+        translation = deepspeed.translate(mapping, source)
+        config = _make(translation.zero, source)
+        return config, DeepSpeedImport(config, dict(translation.training), translation.rows)
+    return _make(mapping, source), None
+
+
+def _make(mapping: Mapping[Any, Any], source: str) -> ZeroConfig:
+    for key in mapping:
+        if not isinstance(key, str) or key not in _CHECKS:
+            raise ConfigError(f"{source}: {_unknown_key(key)}")
+    try:
+        return ZeroConfig(**mapping)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _read(source: object) -> tuple[object, str]:
+    """The raw content of a source, and the name that errors call it by."""
+    if source is None:
+        source = os.environ.get(CONFIG_VARIABLE)
+        if not source:
+            raise ConfigError(
+                f"no configuration was given and the environment variable {CONFIG_VARIABLE} is not set; "
+                "pass a path, or set it to the path of a YAML or JSON file"
+            )
+        content, name = _read(source)
+        return content, f"{CONFIG_VARIABLE}={name}"
+    if isinstance(source, Mapping):
+        return source, "the given mapping"
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return _parse_json(source, "the inline JSON"), "the inline JSON"
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fsdecode(source)
+        return _read_file(path), path
+    raise ConfigError(
+        f"{values.shown(source)} is not a configuration; use a ZeroConfig, a mapping, a path, or JSON text in {{...}}"
+    )
+
+
+def _read_file(path: str) -> object:
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"{path!r}: is not a configuration file; its name must end in .yaml, .yml or .json")
+    try:
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file (the working directory is {os.getcwd()})") from None
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a NUL in the path
+        raise ConfigError(f"{path!r}: cannot be read: {error}") from None
+    return _parse_json(text, path) if suffix == ".json" else _parse_yaml(text, path)
+
+
+def _parse_json(text: str, source: str) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        mapping: dict[str, object] = {}
+        for key, value in pairs:
+            if key in mapping:
+                raise ConfigError(f"{source}: key {values.shown(key)} is written twice; keep one")
+            mapping[key] = value
+        return mapping
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
+        raise ConfigError(f"{source}: cannot be read as JSON: {error}") from None
+
+
+def _parse_yaml(text: str, source: str) -> object:
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        """SafeLoader that refuses a key written twice, of which YAML would keep the last without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    problem = f"key {values.shown(key.value)} is written twice; keep one"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add((key.tag, str(key.value)))
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{source}: is not YAML: {where}{error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-45
+        raise ConfigError(f"{source}: cannot be read as YAML: {error}") from None

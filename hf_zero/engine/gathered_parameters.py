@@ -1,0 +1,192 @@
+"""GatheredParameters: whole tensors on demand, outside a forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from hf_zero import torch_compat
+from hf_zero.comm.collectives import Rows
+from hf_zero.engine.engine import live_engines
+from hf_zero.engine.grouping import find_parameters
+from hf_zero.engine.parameter import put
+from hf_zero.engine.world import World, world_of
+from hf_zero.errors import UsageError
+from hf_zero.layout import RowLayout
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """A parameter that is whole for a while."""
+
+    param: nn.Parameter
+    layout: RowLayout
+    world: World
+    whole: nn.Parameter
+    before: Tensor | None  # what the modifier rank compares with
+
+
+def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
+    """A copy of a partitioned parameter as a plain whole tensor, in its dtype at rest; called by all ranks together.
+
+    Raises:
+        UsageError: the parameter is a `DTensor` that hf_zero did not make.
+        CollectiveError: a rank did not take part.
+    """
+    if not isinstance(param, DTensor):
+        return param.detach().clone()
+    world = world or world_of(param)
+    if world is None:
+        raise UsageError("a DTensor that hf_zero did not make cannot be gathered here; use its full_tensor()")
+    local = torch_compat.local_of(param)
+    layout = world.layout_of(param)
+    if layout.num_ranks == 1:
+        return local.clone()
+    assert world.collectives is not None
+    flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
+    start, stop = layout.local_span_in_chunk(world.rank)
+    flat[start:stop] = local.reshape(-1)
+    world.collectives.gather([Rows(flat, layout)], "whole parameters").wait()
+    whole = flat[: layout.numel].view(layout.shape)
+    # In memory of its own: `save_pretrained` splits files by the bytes of storages.
+    return whole if layout.numel == layout.padded_numel else whole.clone()
+
+
+class GatheredParameters:
+    """Within: the given parameters are whole; on exit, what has changed is written back into the shards.
+
+    Inside, modules hold plain whole parameters (`model.lm_head.weight`), which is the way to read and change them, by
+    index, by in-place maths or by code that wants ordinary tensors. A reference taken before (`p`) is replicated over
+    the same memory and takes `p.data.normal_()` and the like. A parameter that is replaced or resized inside stays plain,
+    until the next `shard_model` partitions it. All ranks must enter and leave together.
+
+    Args:
+        params: one parameter, several, or a module (all its parameters).
+        modifier_rank: the rank whose changes count, on every rank. None: every rank makes the same changes, and keeps
+            its own rows of them; nothing is sent.
+        enabled: False does nothing.
+
+    Example:
+        with zero.GatheredParameters(model.lm_head, modifier_rank=0):
+            if rank == 0:
+                model.lm_head.weight[:10].zero_()
+
+    Raises:
+        UsageError: a parameter is in use by a forward or backward, or is not one of hf_zero's.
+        CollectiveError: a rank did not take part.
+
+    Source: deepspeed.zero.GatheredParameters.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            chosen: list[Tensor] = list(params.parameters())
+        else:
+            chosen = [params] if isinstance(params, Tensor) else list(params)
+        self._params = list({id(param): param for param in chosen}.values()) if enabled else []
+        self._modifier_rank = modifier_rank
+        self._gathered: list[_Gathered] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> GatheredParameters:
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for param in self._params:
+                if isinstance(param, DTensor):
+                    self._open(param, stack)  # type: ignore[arg-type]
+            stack.enter_context(implicit_replication())
+            self._stack = stack.pop_all()
+        return self
+
+    def _open(self, param: nn.Parameter, stack: contextlib.ExitStack) -> None:
+        assert isinstance(param, DTensor)
+        world = world_of(param)
+        if world is None:
+            raise UsageError("GatheredParameters: this DTensor was not made by hf_zero")
+        if self._modifier_rank is not None and not 0 <= self._modifier_rank < world.num_ranks:
+            raise UsageError(
+                f"modifier_rank={self._modifier_rank}, but there are ranks 0 to {world.num_ranks - 1} only"
+            )
+        _check_not_in_use(param)
+        layout = world.layout_of(param)
+        whole = nn.Parameter(gather_whole(param), requires_grad=param.requires_grad)
+        for key, value in vars(param).items():
+            if key not in vars(whole):
+                setattr(whole, key, value)
+        decides = self._modifier_rank is not None and world.rank == self._modifier_rank
+        self._gathered.append(_Gathered(param, layout, world, whole, whole.detach().clone() if decides else None))
+        places = _places_of(param, world)
+        put(places, whole)
+        stack.callback(_put_back, places, whole, param)
+        stack.enter_context(torch_compat.replaced_by_whole(param, whole.detach()))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        gathered, self._gathered = self._gathered, []
+        if kind is not None:
+            return  # the ranks may have left at different points, so nothing is written back
+        with torch.no_grad():
+            changed = [item.param for item in gathered if self._write_back(item)]
+        for engine in live_engines():
+            engine.on_step(changed)
+
+    def _write_back(self, item: _Gathered) -> bool:
+        """Keep this rank's rows of what has changed; whether anything has, on any rank."""
+        if item.whole.shape != item.param.shape:
+            return False  # resized: it stays whole in its modules, and the old one is nobody's
+        local = torch_compat.local_of(item.param)
+        rows = item.layout.rows_of(item.whole.detach(), item.world.rank)
+        collectives = item.world.collectives
+        assert collectives is not None
+        if self._modifier_rank is None:
+            is_changed = not _same_bits(rows, local)
+        else:
+            is_changed = item.before is not None and not _same_bits(item.whole.detach(), item.before)
+        reports = collectives.agree([int(is_changed)], "the end of GatheredParameters")
+        if self._modifier_rank is not None and reports[self._modifier_rank][0]:
+            collectives.broadcast(item.whole.data, self._modifier_rank, "whole parameters")
+        if any(flag for (flag,) in reports) and not _same_bits(rows, local):
+            local.copy_(rows)
+        return any(flag for (flag,) in reports)
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: nn.Parameter) -> None:
+    """Let modules hold `param` again, but for those that were given another parameter, or another shape, meanwhile."""
+    if whole.shape == param.shape:
+        put([(module, name) for module, name in places if module._parameters.get(name) is whole], param)
+
+
+def _check_not_in_use(param: nn.Parameter) -> None:
+    for engine in live_engines():
+        known = engine.find(param)
+        if known is not None and any(module._parameters.get(name) is not param for module, name in known.locations):
+            raise UsageError(
+                f"GatheredParameters: {known.name!r} is whole already: in use by a forward or a backward, or gathered by "
+                "an outer GatheredParameters; read it from its module there"
+            )
+
+
+def _places_of(param: nn.Parameter, world: World) -> list[tuple[nn.Module, str]]:
+    """The modules that hold `param`."""
+    for model in world.models:
+        for found in find_parameters(model):
+            if found.param is param:
+                return found.locations
+    return []

@@ -1,0 +1,6 @@
+"""Custom loops on accelerate.
+
+- `accelerator`: `ZeroPlugin` and `ZeroAccelerator`.
+- `checkpoint`: `save_state` and `load_state`.
+- `data_order`: going on within an epoch with the same order of samples.
+"""

@@ -1,0 +1,235 @@
+"""ZeRO for custom loops on accelerate: `ZeroPlugin`, `ZeroAccelerator`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.checkpoint.export import whole_state_dict
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.engine import engine_of, live_engines
+from hf_zero.engine.grouping import find_parameters
+from hf_zero.engine.optimizers import rebind_optimizer
+from hf_zero.errors import ConfigError, PartitionError, UsageError
+from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, world_of_accelerator
+from hf_zero.integrations.accelerate.data_order import continue_epoch
+from hf_zero.sharding.shard_model import shard_model
+
+_UNSUPPORTED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class ZeroPlugin:
+    """What `ZeroAccelerator` partitions with.
+
+    Args:
+        config: a `ZeroConfig`, a mapping, a path; None for keywords alone, or the file that HF_ZERO_CONFIG names.
+        **overrides: fields of `ZeroConfig`, such as `stage=2`.
+
+    Raises:
+        ConfigError: the configuration has a mistake.
+    """
+
+    def __init__(
+        self, config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+    ) -> None:
+        self.config = ZeroConfig.load({} if config is None and overrides else config, **overrides)
+
+    def __repr__(self) -> str:
+        return f"ZeroPlugin({self.config})"
+
+
+class ZeroAccelerator(Accelerator):  # type: ignore[misc]
+    """An `Accelerator` whose `prepare` partitions models and rebinds their optimizers, in any order.
+
+    `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `no_sync`, `unwrap_model`, `get_state_dict` and `save_model`
+    work as under DDP; the last two are called by all ranks, and give whole weights. `save_state` and `load_state` write
+    and read checkpoints for any number of ranks and any stage. A model without trainable parameters is left alone. On a
+    machine without an accelerator it runs on the CPU.
+
+    Args:
+        *args: as for `Accelerator`.
+        zero_plugin: what to partition with; by default the file that HF_ZERO_CONFIG names.
+        **kwargs: as for `Accelerator`. With `mixed_precision="bf16"`, a `compute_dtype` of "auto" becomes bfloat16.
+
+    Raises:
+        ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed, Megatron-LM or fp16.
+    """
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        use_cpu_without_accelerator()
+        if not torch.accelerator.is_available():
+            kwargs["cpu"] = True
+        super().__init__(*args, **kwargs)
+        if self.distributed_type in _UNSUPPORTED:
+            raise ConfigError(
+                f"ZeroAccelerator cannot be combined with {self.distributed_type.value}: remove its plugin"
+            )
+        if self.mixed_precision == "fp16":
+            raise ConfigError("mixed_precision='fp16' is not supported yet (it needs loss scaling); use 'bf16'")
+        self.zero_plugin = zero_plugin or ZeroPlugin()
+        config = self.zero_plugin.config
+        if self.mixed_precision == "bf16" and config.compute_dtype == "auto":
+            config = config.replace(compute_dtype="bfloat16")
+        self._zero_config = config
+        self._resumed: list[Any] = []  # loaders whose epoch, in which a state was saved, is not yet continued
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Partition the models among `args`, let their optimizers hold the partitioned parameters, prepare the rest.
+
+        Raises:
+            PartitionError: an optimizer holds parameters of no model that was prepared.
+        """
+        for item in args:
+            if isinstance(item, nn.Module):
+                self._partition(item)
+        prepared = super().prepare(*args, **kwargs)
+        for optimizer in (item for item in args if isinstance(item, torch.optim.Optimizer)):
+            self._check(optimizer)
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Partition a model, and give it accelerate's autocast and compilation."""
+        self._partition(model)
+        for optimizer in self._optimizers:
+            self._rebind(optimizer)
+        # `evaluation_mode` is accelerate's way not to wrap a model in DDP, which refuses frozen ones on the CPU.
+        if engine_of(model) is not None:
+            device_placement, evaluation_mode = False, True
+        elif not any(param.requires_grad for param in model.parameters()):
+            evaluation_mode = True
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Let the optimizer hold the partitioned parameters of the models prepared so far."""
+        self._rebind(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def _partition(self, model: nn.Module) -> None:
+        if engine_of(model) is None and any(param.requires_grad for param in model.parameters()):
+            model.to(self.device)
+            shard_model(model, self._zero_config)
+
+    def _rebind(self, optimizer: Any) -> None:
+        for engine in live_engines():
+            rebind_optimizer(getattr(optimizer, "optimizer", optimizer), engine)
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of a forgotten or foreign model would train nothing, without a word."""
+        known = {id(param) for engine in live_engines() for param in _params_held_by(engine.model)}
+        known |= {id(param) for model in self._models for param in model.parameters()}
+        inner = getattr(optimizer, "optimizer", optimizer)
+        strange = [param for group in inner.param_groups for param in group["params"] if id(param) not in known]
+        if strange and self._models:
+            raise PartitionError(
+                f"prepare: the optimizer holds a parameter of shape {tuple(strange[0].shape)} that belongs to no prepared "
+                "model: build it on the model's parameters, and prepare both"
+            )
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip gradients by their norm over all ranks; returns it as a plain tensor.
+
+        Raises:
+            UsageError: `norm_type` is infinite, which torch computes wrongly on partitioned gradients.
+        """
+        if math.isinf(norm_type):
+            raise UsageError("clip_grad_norm_ with norm_type=inf is not supported on partitioned gradients; use 2")
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole weights on the CPU of every rank; called by all ranks together."""
+        inner = self.unwrap_model(model) if unwrap else model
+        if engine_of(inner) is None:
+            state: dict[str, Tensor] = super().get_state_dict(model, unwrap)
+            return state
+        return whole_state_dict(inner)
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Save models, optimizers, schedulers, data order, random states and registered objects, all or nothing.
+
+        Called by all ranks together. Files are named as accelerate names them; weights are what `save_pretrained` writes.
+
+        Args:
+            output_dir: the folder; an older checkpoint of this name is replaced. Unused with automatic naming.
+            safe_serialization: must be true.
+            **options: `max_shard_size` of files of weights.
+
+        Returns:
+            The folder, which is there once it is whole.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them failed; an older checkpoint is left as it was.
+            UsageError: no folder is given, or an option is unknown.
+        """
+        if world_of_accelerator(self) is None:
+            return super().save_state(output_dir, safe_serialization, **options)
+        unknown = sorted(options.keys() - {"max_shard_size"})
+        if unknown or not safe_serialization:
+            raise UsageError(
+                f"save_state does not know {unknown[0]!r}: only max_shard_size can be set"
+                if unknown
+                else "save_state writes safetensors only: leave out safe_serialization"
+            )
+        return save_state(self, output_dir, options.get("max_shard_size"))
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> None:
+        """Load what `save_state` saved, on any number of ranks and under any stage; called by all ranks together.
+
+        Args:
+            input_dir: the folder; None for the newest whole checkpoint, with automatic naming.
+            load_kwargs: of `torch.load`, for schedulers.
+            allow_pickle: whether files of schedulers and registered objects may run code when they are read.
+            **options: `map_location`, which is not needed.
+
+        Raises:
+            CheckpointError: on all ranks, before a parameter is changed, if a file is missing, damaged, or of another model.
+            UsageError: no folder is given, or an option is unknown.
+        """
+        if world_of_accelerator(self) is None:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        unknown = sorted(options.keys() - {"map_location"})
+        if unknown:
+            raise UsageError(
+                f"load_state does not know {unknown[0]!r}: weights are loaded as they were saved, or not at all"
+            )
+        load_state(self, input_dir, allow_pickle, load_kwargs or {})
+        self._resumed = list(self._dataloaders)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The rest of an epoch; of the one in which a state was saved, if it is called after `load_state`."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        if any(dataloader is each for each in self._resumed):
+            self._resumed = [each for each in self._resumed if each is not dataloader]
+            continue_epoch(dataloader, rest)
+        return rest
+
+
+def use_cpu_without_accelerator() -> None:
+    """Tell accelerate to use the CPU where there is nothing else: else every process is, silently, a world of its own."""
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def _params_held_by(model: nn.Module | None) -> list[nn.Parameter]:
+    return [] if model is None else [found.param for found in find_parameters(model)]

@@ -1,0 +1,494 @@
+"""`save_state` and `load_state` of `ZeroAccelerator`: accelerate's names and small files, committed at once, on any ranks.
+
+Schedulers, stateful loaders, scaler and random states are accelerate's own files, registered objects too. Weights and
+optimizer states are safetensors that all ranks write and read together, each its rows; a manifest describes everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import load, save
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.commit import StagedCheckpoint, latest, recover_one, verify
+from hf_zero.checkpoint.cooperative import attempt, match, read_files
+from hf_zero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from hf_zero.checkpoint.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.checkpoint.model_state import weight_files
+from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
+from hf_zero.checkpoint.pieces import identity
+from hf_zero.checkpoint.tensor_file import Source, TensorInfo, layout_file
+from hf_zero.engine.engine import engine_of
+from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.integrations.accelerate.data_order import order_of, restore_order
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_OPTIMIZER, _SCHEDULER, _RANDOM, _CUSTOM = "optimizer", "scheduler", "random_states", "custom_checkpoint"
+_ORDER, _INDEX = "data_order.json", f"{WEIGHTS}.index.json"
+_NAME = re.compile(r"^checkpoint_(\d+)$")
+
+
+def world_of_accelerator(accelerator: Any) -> World | None:
+    """The ranks of the prepared models; None if none of them is partitioned."""
+    engines = (engine_of(model) for model in _models(accelerator))
+    return next((engine.world for engine in engines if engine is not None), None)
+
+
+def _models(accelerator: Any) -> list[nn.Module]:
+    """The prepared models, out of torch.compile's wrapper."""
+    return [getattr(model, "_orig_mod", model) for model in accelerator._models]
+
+
+def _numbered(name: str, index: int) -> str:
+    """As accelerate numbers its files."""
+    return f"{name}_{index}" if index else name
+
+
+def _together(world: World, what: str, work: Callable[[], Result]) -> Result:
+    """What `work()` gives on this rank; what goes wrong on any, in other people's code too, is an error on all of them."""
+    result, problem = None, None
+    try:
+        result = work()
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    world.raise_together(problem, what, CheckpointError)
+    return cast(Result, result)
+
+
+def _from_first(world: World, what: str, work: Callable[[], Result]) -> Result:
+    """What `work()` gives on rank 0, on all ranks, or its error."""
+    result = _together(world, what, lambda: work() if world.rank == 0 else None)
+    return cast(Result, world.share(result, what))
+
+
+# ---- where ----------------------------------------------------------------------------------------------------------
+
+
+def _naming_folder(accelerator: Any, what: str) -> Path:
+    """Where accelerate keeps the checkpoints that it names itself."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise UsageError(f"{what} needs a folder, or a ProjectConfiguration with automatic_checkpoint_naming=True")
+    if accelerator.project_dir is None:
+        raise UsageError(f"{what}: automatic_checkpoint_naming needs the project_dir of the ProjectConfiguration")
+    return Path(accelerator.project_dir) / "checkpoints"
+
+
+def _number(path: Path) -> int | None:
+    found = _NAME.match(path.name)
+    return None if found is None else int(found.group(1))
+
+
+def _check_place(final: Path, is_named_here: bool) -> None:
+    """Raise unless `final` may be written, and its present content be replaced."""
+    if not os.path.lexists(final):
+        return
+    if is_named_here:
+        raise CheckpointError(
+            f"{final} exists already: set accelerator.project_configuration.iteration to the number to start with"
+        )
+    if final.is_symlink() or not final.is_dir():
+        raise CheckpointError(f"{final} is not a folder: choose another name")
+    known = set[str]()
+    if (final / MANIFEST).is_file():
+        try:
+            known = {MANIFEST, *read_manifest(final).files}
+        except CheckpointError as error:
+            raise CheckpointError(f"{final} cannot be replaced: choose another name, or remove it ({error})") from error
+    foreign = sorted(path.name for path in final.iterdir() if path.name not in known)
+    if foreign:
+        raise CheckpointError(
+            f"{final} holds {foreign[0]!r}, which no checkpoint of hf_zero wrote, and saving replaces the whole folder: "
+            "choose another name, or remove it"
+        )
+
+
+def remove_old(newest: Path, limit: int) -> None:
+    """Remove the oldest checkpoints beside one that has just been committed.
+
+    Args:
+        newest: stays.
+        limit: how many stay, at least one.
+    """
+    parent = newest.parent
+    for path in parent.glob(".checkpoint_*.removed"):  # of a process that ended here
+        disk.remove_tree(path)
+    ours = [(n, path) for path in parent.iterdir() if (n := _number(path)) is not None and (path / MANIFEST).is_file()]
+    removable = [path for _, path in sorted(ours) if path.name != newest.name]
+    for path in removable[: max(len(ours) - max(limit, 1), 0)]:
+        gone = parent / f".{path.name}.removed"
+        disk.rename(path, gone)  # at once: half of a checkpoint would be called damaged
+        disk.remove_tree(gone)
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+
+def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_shard_size: int | str | None) -> Path:
+    """Save what `Accelerator.save_state` saves, staged and committed; called by all ranks together.
+
+    Args:
+        accelerator: has at least one partitioned model.
+        output_dir: the folder, of which an older checkpoint is replaced; unused with automatic naming, as in accelerate.
+        max_shard_size: of the first model's files of weights, as for `save_pretrained`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them failed; an older checkpoint is left as it was.
+        UsageError: no folder is given, and none can be made up.
+    """
+    world = world_of_accelerator(accelerator)
+    assert world is not None
+    project = accelerator.project_configuration
+    is_named_here = bool(project.automatic_checkpoint_naming)
+    if is_named_here or output_dir is None:
+        final = _naming_folder(accelerator, "save_state") / f"checkpoint_{accelerator.save_iteration}"
+    else:
+        final = Path(output_dir).expanduser()
+    _from_first(world, f"saving {final}", lambda: _check_place(final, is_named_here))
+    if world.rank == 0 and not accelerator.sync_gradients:
+        logger.warning("save_state between optimizer steps: gradients accumulated since the last one are not saved")
+    staged = StagedCheckpoint(final, world)
+    step = 0
+    try:
+        models = _after_save_hooks(accelerator, staged.folder, world)
+        _write_small_files(accelerator, staged.folder, world)
+        options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        for index, model in enumerate(models):
+            work = functools.partial(_plan_weights, model, index, staged.folder, options)
+            staged.write(_from_first(world, "saving weights", work), model_sources(model))
+        step = _write_optimizers(accelerator, staged, world)
+    except Exception as error:
+        staged.problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    config = json.loads(json.dumps(world.config.to_dict(), default=str))
+    staged.commit(Manifest(step=step, world_size=world.num_ranks, stage=world.config.stage, config=config))
+    project.iteration += 1
+    if is_named_here and project.total_limit is not None and world.rank == 0:
+        problem = attempt(lambda: remove_old(final, project.total_limit))
+        if problem is not None:
+            logger.warning("old checkpoints in %s are still there: %s", final.parent, problem)
+    return final
+
+
+def _after_save_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.Module]:
+    """Run the user's pre-hooks; the models whose weights they left in the list on rank 0, where accelerate would save."""
+    models = _models(accelerator)
+    hooks = accelerator._save_model_state_pre_hook
+    if not hooks:
+        return models
+    given = [model.state_dict() for model in models]  # sharded: nothing is gathered
+    names = [set(state) for state in given]
+    weights: list[Any] = list(given)
+
+    def run() -> None:
+        for hook in hooks.values():
+            hook(accelerator._models, weights, str(folder))
+        if any(all(state is not one for one in given) for state in weights) or names != [set(one) for one in given]:
+            raise CheckpointError(
+                "a pre-hook of save_state changed weights; it may remove a model's from the list, not change them"
+            )
+
+    _together(world, "pre-hooks of save_state", run)
+    kept = [index for index, one in enumerate(given) if any(state is one for state in weights)]
+    return [models[index] for index in world.share(kept, "the models to save")]
+
+
+def _write_small_files(accelerator: Any, folder: Path, world: World) -> None:
+    """Rank 0 writes; the others send their random states, since they may not see the folder."""
+    is_first = world.rank == 0
+
+    def write_own() -> dict[str, bytes]:
+        states = [obj.state_dict() for obj in accelerator._custom_objects]
+        with tempfile.TemporaryDirectory() as scratch:
+            place = folder if is_first else Path(scratch)
+            schedulers, loaders = (accelerator._schedulers, accelerator._dataloaders) if is_first else ([], [])
+            scaler = accelerator.scaler if is_first else None
+            save_accelerator_state(str(place), [], [], schedulers, loaders, world.rank, accelerator.step, scaler)
+            if not is_first:
+                return {path.name: path.read_bytes() for path in place.iterdir()}
+        for index, state in enumerate(states):
+            _refuse_partitioned(state, type(accelerator._custom_objects[index]).__name__)
+            save(state, folder / f"{_CUSTOM}_{index}.pkl")
+        order = [order_of(loader) for loader in accelerator._dataloaders]
+        disk.write_file(folder / _ORDER, json.dumps(order).encode())
+        return {}
+
+    sent = _together(world, "saving small states", write_own)
+    received: list[dict[str, bytes]] = world.collect(sent, "random states")
+
+    def write_theirs() -> None:
+        for files in received:
+            for name, data in files.items():
+                disk.write_file(folder / name, data)
+
+    _together(world, "saving random states", write_theirs)
+
+
+def _refuse_partitioned(state: Any, what: str) -> None:
+    """A pickle of rank 0 would have rank 0's rows."""
+    if isinstance(state, DTensor):
+        raise CheckpointError(
+            f"the registered {what} has a partitioned tensor in its state_dict(): let it give whole tensors, or prepare it "
+            "as a model"
+        )
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, list | tuple):
+        for entry in state:
+            _refuse_partitioned(entry, what)
+
+
+def _plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[str, Any]) -> Plan:
+    """What is written of a model: of the first one what `save_pretrained` writes, if that leaves nothing out.
+
+    Others, and one with adapters, are one file with their state dict. `folder` gets the small files.
+    """
+    if index == 0 and not hasattr(model, "peft_config"):
+        with contextlib.suppress(NotMovedError):
+            plan = plan_model(model, folder, **options)
+            if not uncovered(model, plan):
+                return plan
+        disk.remove_file(folder / _INDEX)
+    return _plan_state_dict(model, index)
+
+
+def _plan_state_dict(model: nn.Module, index: int) -> Plan:
+    """One file with a state dict under its own names; a tied tensor under the first of them."""
+    seen: dict[int, TensorInfo] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{name!r} of {type(model).__name__} is a {type(value).__name__}, not a tensor")
+        seen.setdefault(id(value), TensorInfo(name, value.dtype, tuple(value.shape)))
+    infos = list(seen.values())
+    file = layout_file(_weights_name(index), infos, {"format": "pt"})
+    return Plan((file,), {info.name: (identity(info.name, info.shape),) for info in infos})
+
+
+def _weights_name(index: int) -> str:
+    return _numbered(WEIGHTS.removesuffix(".safetensors"), index) + ".safetensors"
+
+
+def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World) -> int:
+    """Write the optimizers' states; the number of steps that they have done."""
+
+    def capture_all() -> list[tuple[Plan, dict[str, Source], dict[str, Any]]]:
+        numbered = enumerate(accelerator._optimizers)
+        return [capture(each, _names_for(each, accelerator), _numbered(_OPTIMIZER, i)) for i, each in numbered]
+
+    captured = _together(world, "saving optimizers", capture_all)
+    for index, (plan, sources, content) in enumerate(captured):
+        staged.write(plan, sources)
+        path = staged.folder / state_files(_numbered(_OPTIMIZER, index))[1]
+        _from_first(world, "saving optimizers", functools.partial(disk.write_file, path, json.dumps(content).encode()))
+    return max((_steps_in(content) for _, _, content in captured), default=0)
+
+
+def _steps_in(content: Mapping[str, Any]) -> int:
+    """The steps that an optimizer has counted; 0 where it does not."""
+    steps = (numbers.get("step", 0) for numbers in content["numbers"].values())
+    return max((int(step["scalar"] if isinstance(step, dict) else step) for step in steps), default=0)
+
+
+def _names_for(optimizer: Any, accelerator: Any) -> nn.Module:
+    """The module under whose names an optimizer's states are kept: its model, or all of them together."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    models = _models(accelerator)
+    for model in models:
+        if held <= {id(param) for param in model.parameters()}:
+            return model
+    return nn.ModuleList(models)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What has been found whole and fitting, before anything is changed."""
+
+    optimizers: list[LoadedState]
+    custom: list[Any]
+    order: list[dict[str, Any]]
+    step: int
+
+
+def load_state(
+    accelerator: Any, input_dir: str | os.PathLike[str] | None, allow_pickle: bool, load_kwargs: Mapping[str, Any]
+) -> None:
+    """Load what `save_state` saved on any number of ranks, under any stage; called by all ranks together.
+
+    Args:
+        accelerator: has at least one partitioned model.
+        input_dir: the folder; None for the newest whole one, with automatic naming.
+        allow_pickle: whether files that hold more than numbers and tensors may run code.
+        load_kwargs: of `torch.load`, for schedulers.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is changed, if a file is missing, damaged, or of another model.
+        UsageError: no folder is given, and none can be made up.
+    """
+    world = world_of_accelerator(accelerator)
+    assert world is not None
+    folder = _folder_to_load(accelerator, input_dir, world)
+    manifest = verify(folder, world)
+    kwargs = {**load_kwargs, **({"weights_only": False} if allow_pickle else {})}
+    what = f"loading {folder}"
+    checked = _together(world, what, lambda: _check_files(accelerator, folder, manifest, kwargs, allow_pickle))
+    models = _after_load_hooks(accelerator, folder, world)
+    plans = _from_first(world, what, lambda: [_plan_reading(model, i, folder) for i, model in enumerate(models)])
+
+    # From here on things are changed; parameters last but for objects of the user, which may need them.
+    _together(world, what, lambda: _load_small_files(accelerator, folder, checked, kwargs))
+    if world.rank == 0 and manifest.world_size != world.num_ranks:
+        logger.info(
+            "%s was saved by %d ranks, and %d load it: random states of others are skipped, ranks without any keep theirs",
+            folder,
+            manifest.world_size,
+            world.num_ranks,
+        )
+
+    def read() -> None:
+        with torch.no_grad():
+            for model, (plan, names) in zip(models, plans, strict=True):
+                read_files(names, plan.pieces, model_sources(model), folder, world.rank)
+        for loaded in checked.optimizers:
+            plan, sources = loaded.install()
+            read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.rank)
+
+    _together(world, what, read)
+    for engine in (engine_of(model) for model in models):
+        if engine is not None:
+            engine.mark_dirty()
+
+    def load_custom() -> None:
+        for obj, state in zip(accelerator._custom_objects, checked.custom, strict=True):
+            obj.load_state_dict(state)
+
+    _together(world, what, load_custom)
+
+
+def _folder_to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> Path:
+    parent = _naming_folder(accelerator, "load_state") if input_dir is None else None
+
+    def choose() -> Path:
+        if parent is None:
+            folder = Path(cast(str, input_dir)).expanduser().absolute()
+            recover_one(folder)
+            return folder
+        found, skipped = latest(parent, _number)
+        for reason in skipped:
+            logger.warning("checkpoint skipped: %s", reason)
+        if found is None:
+            reasons = f": {'; '.join(skipped)}" if skipped else ""
+            raise CheckpointError(f"no valid checkpoint in {parent}{reasons}")
+        return found
+
+    return _from_first(world, "finding a checkpoint", choose)
+
+
+def _check_files(
+    accelerator: Any, folder: Path, manifest: Manifest, kwargs: Mapping[str, Any], allow_pickle: bool
+) -> _Checked:
+    """Everything but the weights: is it there, can it be read, does it fit?"""
+    optimizers = [
+        LoadedState(folder, _numbered(_OPTIMIZER, index), optimizer, _names_for(optimizer, accelerator))
+        for index, optimizer in enumerate(accelerator._optimizers)
+    ]
+    for index in range(len(accelerator._schedulers)):
+        _read_small(folder / f"{_numbered(_SCHEDULER, index)}.bin", kwargs)
+    count = sum(re.fullmatch(rf"{_CUSTOM}_\d+\.pkl", name) is not None for name in manifest.files)
+    if count != len(accelerator._custom_objects):
+        raise CheckpointError(
+            f"{folder} has states of {count} registered objects, but {len(accelerator._custom_objects)} are "
+            "registered: call register_for_checkpointing with the same objects, in the same order"
+        )
+    plain = {"map_location": "cpu", "weights_only": not allow_pickle}
+    custom = [_read_small(folder / f"{_CUSTOM}_{index}.pkl", plain) for index in range(count)]
+    own = f"{_RANDOM}_{accelerator.process_index}.pkl"
+    if own in manifest.files:
+        _read_small(folder / own, {})
+    step = int(_read_small(folder / f"{_RANDOM}_0.pkl", {})["step"])
+    return _Checked(optimizers, custom, json.loads((folder / _ORDER).read_text()), step)
+
+
+def _read_small(path: Path, kwargs: Mapping[str, Any]) -> Any:
+    """Read a pickle, without running code from it unless `kwargs` say so."""
+    try:
+        return load(path, **kwargs)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: fewer objects were prepared when the state was saved") from None
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{path} holds more than numbers and tensors, and reading it may run code ({reason}): if you trust it, "
+            "load_state(..., allow_pickle=True) reads it"
+        ) from error
+
+
+def _after_load_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.Module]:
+    """Run the user's pre-hooks; the models that they left in the list on rank 0."""
+    hooks = accelerator._load_model_state_pre_hook
+    left = list(accelerator._models)
+
+    def run() -> None:
+        for hook in hooks.values():
+            hook(left, str(folder))
+
+    if hooks:
+        _together(world, "pre-hooks of load_state", run)
+    kept = [i for i, model in enumerate(accelerator._models) if any(model is each for each in left)]
+    models = _models(accelerator)
+    return [models[index] for index in world.share(kept, "the models to load")]
+
+
+def _plan_reading(model: nn.Module, index: int, folder: Path) -> tuple[Plan, list[str]]:
+    """What a save would write of a model, and the files that it can be read from."""
+    with tempfile.TemporaryDirectory() as scratch:
+        plan = _plan_weights(model, index, Path(scratch), {})
+    names = [_weights_name(index)] if index else weight_files(folder)
+    if index and not (folder / names[0]).is_file():
+        raise CheckpointError(f"{folder / names[0]} is missing: fewer models were prepared when the state was saved")
+    problems = match(plan, folder, names)
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{', '.join(names)} of {folder}: of another model: {'; '.join(problems[:3])}{more}")
+    return plan, names
+
+
+def _load_small_files(accelerator: Any, folder: Path, checked: _Checked, kwargs: Mapping[str, Any]) -> None:
+    load_accelerator_state(
+        str(folder),
+        [],
+        [],
+        accelerator._schedulers,
+        accelerator._dataloaders,
+        accelerator.process_index,
+        accelerator.scaler,
+        load_kwargs=dict(kwargs),
+    )
+    accelerator.step = checked.step
+    for number, (loader, order) in enumerate(zip(accelerator._dataloaders, checked.order, strict=False)):
+        restore_order(loader, order, number, accelerator.process_index == 0)

@@ -1,0 +1,191 @@
+"""ZeRO under the plain `transformers.Trainer`: `ZeroTrainingArguments(zero=...)`, `ZeroCallback`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_zero.checkpoint.background import background_of, wait_for
+from hf_zero.config.zero_config import CONFIG_VARIABLE, ZeroConfig, load_with_import
+from hf_zero.engine.engine import engine_of
+from hf_zero.engine.summary import summary
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
+from hf_zero.integrations.trainer import patch
+from hf_zero.integrations.trainer.checkpoint import SignalSaves
+from hf_zero.sharding import init
+from hf_zero.sharding.shard_model import shard_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
+    """`TrainingArguments` with one argument more; make them before the model, as with DeepSpeed.
+
+    From then on `from_pretrained` partitions models while it loads them, and the plain `Trainer` trains them; models
+    loaded `with hf_zero.disabled():` stay whole, and `hf_zero.undo()` ends it. With `zero=None` (and no HF_ZERO_CONFIG)
+    these are ordinary arguments.
+
+    Args:
+        zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
+            `bf16=True`, a `compute_dtype` of "auto" becomes bfloat16.
+        zero_weights_only: `train(resume_from_checkpoint=...)` starts anew, at step 0 with a fresh optimizer, from the
+            weights of the checkpoint.
+        zero_any_batch: resume from a checkpoint that was written with another number of samples a step, though samples
+            are then repeated or left out.
+
+    Attributes:
+        zero_config: the `ZeroConfig` that was read; None without one.
+
+    Raises:
+        ConfigError: the configuration has a mistake, or contradicts another argument.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "zero"]  # noqa: RUF012
+
+    # HfArgumentParser takes the second type of the union for the command line.
+    zero: dict | str | None = field(  # type: ignore[type-arg]
+        default=None, metadata={"help": "ZeRO configuration: a YAML or JSON file, or JSON text."}
+    )
+
+    zero_weights_only: bool = field(
+        default=False, metadata={"help": "Start anew from the weights of the checkpoint to resume from."}
+    )
+    zero_any_batch: bool = field(
+        default=False, metadata={"help": "Resume from a checkpoint written with another number of samples a step."}
+    )
+
+    def __post_init__(self) -> None:
+        """Read the configuration, start the process group, and partition models from now on."""
+        use_cpu_without_accelerator()
+        self.zero_config = self._read_config()
+        if self.zero_config is not None:
+            self._check_combination()  # before transformers starts what cannot be combined
+            if not torch.accelerator.is_available():
+                self.use_cpu = True  # else transformers refuses bf16
+        super().__post_init__()
+        if self.zero_config is None:
+            return
+        if self.bf16 and self.zero_config.compute_dtype == "auto":
+            self.zero_config = self.zero_config.replace(compute_dtype="bfloat16")
+        _ = self.device  # starts the process group
+        init.activate(self.zero_config, self.device)
+        patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
+
+    def _read_config(self) -> ZeroConfig | None:
+        if self.zero is None and not os.environ.get(CONFIG_VARIABLE):
+            return None
+        config, imported = load_with_import(self.zero)
+        if imported is not None:
+            self._take_over(imported.training)
+            logger.info("%s", imported.table())
+        return config
+
+    def _take_over(self, values: Mapping[str, Any]) -> None:
+        """Use what a DeepSpeed file says about training; where an argument says something else, it is an error."""
+        defaults = {name: entry.default for name, entry in type(self).__dataclass_fields__.items()}
+        for name, value in values.items():
+            if name not in defaults:
+                continue
+            mine = getattr(self, name)
+            if mine not in (defaults[name], value):
+                raise ConfigError(f"{name} is {value!r} in the DeepSpeed configuration but {mine!r} in the arguments")
+            setattr(self, name, value)
+
+    def _check_combination(self) -> None:
+        if self.fsdp or self.deepspeed:
+            raise ConfigError("zero cannot be combined with fsdp or deepspeed: keep one of them")
+        if "adafactor" in str(getattr(self.optim, "value", self.optim)):
+            raise ConfigError(
+                "optim='adafactor' needs whole matrices, which hf_zero cannot give it yet; use adamw_torch"
+            )
+        if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
+            raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
+        if self.fp16:
+            raise ConfigError("fp16 is not supported with zero yet (it needs loss scaling); use bf16=True")
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} casts the parameters that are being trained; use compute_dtype in zero instead"
+                )
+
+
+class ZeroCallback(TrainerCallback):  # type: ignore[misc]
+    """Partitions what the Trainer is about to train, if it is not yet, and shows a summary when training starts.
+
+    Attached by itself with `ZeroTrainingArguments`; given explicitly beside a model made under `Init`.
+
+    Args:
+        config: for a model that is not partitioned yet; None takes `args.zero_config`.
+    """
+
+    def __init__(self, config: ZeroConfig | Mapping[str, Any] | str | None = None) -> None:
+        self._config = None if config is None else ZeroConfig.load(config)
+        self.signal_saves: SignalSaves | None = None
+        patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
+
+    @property
+    def config(self) -> ZeroConfig | None:
+        """The configuration given to the callback itself."""
+        return self._config
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Show what is partitioned, on rank 0."""
+        engine = engine_of(_unwrap(model)) if model is not None else None
+        if engine is not None and engine.world.rank == 0:
+            sys.stderr.write(summary(engine) + "\n")
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Learn how a save in the background has ended."""
+        engine = engine_of(_unwrap(model)) if model is not None else None
+        background = None if engine is None else background_of(engine.world)
+        if background is not None:
+            background.poll()
+        if self.signal_saves is not None:
+            self.signal_saves.poll()
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Wait for a save in the background."""
+        engine = engine_of(_unwrap(model)) if model is not None else None
+        if engine is not None:
+            wait_for(engine.world)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`'s wrapper."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: list[Any]) -> None:
+    """What the Trainer does first: give the model its engine."""
+    config = getattr(args, "zero_config", None)
+    for callback in callbacks:
+        if isinstance(callback, ZeroCallback) and callback.config is not None:
+            config = callback.config
+    if model is None:
+        return
+    is_ours = init.is_partitioned(model)
+    if config is None and not is_ours:
+        return
+    if init.is_left_whole(model):
+        return
+    if not is_ours and config is not None and _is_worth_a_warning(config):
+        logger.warning(
+            "the model was made before its ZeroTrainingArguments, so every rank holds all of it: it is partitioned now; "
+            "make the arguments first, and it is partitioned while it loads"
+        )
+    shard_model(model, config)
+
+
+def _is_worth_a_warning(config: ZeroConfig) -> bool:
+    return config.policy.shards_parameters

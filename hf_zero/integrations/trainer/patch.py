@@ -1,0 +1,199 @@
+"""The methods of `transformers.Trainer` that hf_zero wraps, in one place; `remove()` puts the originals back.
+
+Nothing changes for a Trainer whose arguments, callbacks and model have nothing to do with hf_zero. Wrapped are:
+
+- `__init__`: before it runs, the model gets its engine (a Trainer reads at construction whether a model is sharded), what
+  cannot work is refused, a user's optimizer is rebound, and the callback is attached. Subclasses such as TRL's come here
+  too, with their final model.
+- `call_model_init`: the model of `model_init` gets its engine.
+- `train`: finds and verifies the checkpoint to resume from.
+- `_save`: a model without a `save_pretrained` is saved by all ranks.
+- `_save_checkpoint`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`,
+  `_load_best_model`: checkpoints are written, committed, verified and read by `trainer_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from hf_zero.checkpoint.cooperative import attempt
+from hf_zero.checkpoint.model_state import write_model
+from hf_zero.engine.engine import engine_of
+from hf_zero.engine.optimizers import rebind_optimizer
+from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
+from hf_zero.integrations.trainer.checkpoint import engine_under
+from hf_zero.sharding.init import is_partitioned
+
+PrepareModel = Callable[[nn.Module | None, Any, list[Any]], None]
+
+_originals: dict[str, Any] = {}
+
+
+def install(prepare_model: PrepareModel, callback: type) -> None:
+    """Wrap the methods; a second time changes nothing.
+
+    Args:
+        prepare_model: called with the model, the arguments and the callbacks of every Trainer.
+        callback: the class attached to Trainers whose model is partitioned.
+    """
+    if _originals:
+        return
+    wrappers: dict[str, Callable[..., Any]] = {
+        "__init__": functools.partial(_wrap_init, prepare_model=prepare_model, callback=callback),
+        "call_model_init": functools.partial(_wrap_call_model_init, prepare_model=prepare_model),
+        "train": functools.partial(_wrap_train),
+        "_save": functools.partial(_wrap_save),
+        "_save_checkpoint": _wrap_save_checkpoint,
+        "_save_optimizer_and_scheduler": _wrap_save_optimizer,
+        "_load_from_checkpoint": _wrap_load_weights,
+        "_load_optimizer_and_scheduler": _wrap_load_optimizer,
+        "_load_best_model": _wrap_load_best,
+    }
+    for name, wrap in wrappers.items():
+        original = Trainer.__dict__[name]
+        _originals[name] = original
+        setattr(Trainer, name, functools.wraps(original)(wrap(original)))
+
+
+def remove() -> None:
+    """Put the original methods back."""
+    for name, original in _originals.items():
+        setattr(Trainer, name, original)
+    _originals.clear()
+
+
+def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callback: type) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        model, arguments = given.get("model"), given.get("args")
+        callbacks = list(given.get("callbacks") or [])
+        if arguments is not None:
+            prepare_model(model, arguments, callbacks)
+            _rebind(given.get("optimizers"), model)
+        is_ours = getattr(arguments, "zero_config", None) is not None
+        if is_ours and not any(isinstance(entry, callback) or entry is callback for entry in callbacks):
+            given["callbacks"] = [*callbacks, callback]
+        with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None):
+            original(*bound.args, **bound.kwargs)
+        for entry in self.callback_handler.callbacks:
+            if isinstance(entry, callback):
+                entry.signal_saves = trainer_checkpoint.signal_saves(self)  # type: ignore[attr-defined]
+
+    return wrapped
+
+
+@contextmanager
+def _allowing_checkpoints(arguments: Any, is_ours: bool) -> Iterator[None]:
+    """Within: the Trainer, which cannot save the optimizer of a model sharded at load, believes that it need not."""
+    if not is_ours or arguments is None:
+        yield
+        return
+    before, arguments.save_only_model = arguments.save_only_model, True
+    try:
+        yield
+    finally:
+        arguments.save_only_model = before
+
+
+def _rebind(optimizers: Any, model: nn.Module | None) -> None:
+    """A user's optimizer, made before the model was partitioned, follows it."""
+    engine = None if model is None else engine_of(model)
+    optimizer = optimizers[0] if optimizers else None
+    if engine is not None and optimizer is not None:
+        rebind_optimizer(optimizer, engine)
+
+
+def _wrap_call_model_init(original: Callable[..., Any], prepare_model: PrepareModel) -> Callable[..., Any]:
+    def wrapped(self: Any, trial: Any = None) -> Any:
+        model = original(self, trial)
+        prepare_model(
+            model, self.args, list(self.callback_handler.callbacks) if hasattr(self, "callback_handler") else []
+        )
+        return model
+
+    return wrapped
+
+
+def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.model is not None and not engine_under(self.model) and is_partitioned(self.model):
+            raise UsageError("the Trainer's model was partitioned, but its engine is gone: make the Trainer again")
+        if resume_from_checkpoint and engine_under(self.model) is not None:
+            resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint)
+            if trainer_checkpoint.wants_weights_only(self.args):
+                self._load_from_checkpoint(resume_from_checkpoint)
+                resume_from_checkpoint = None
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> Any:
+        engine = engine_under(self.model)
+        is_plain_module = not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config")
+        if state_dict is not None or not is_plain_module or engine is None or engine.model is not self.model:
+            return original(self, output_dir, state_dict)
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        problem = attempt(lambda: original(self, output_dir, {}))  # everything but the weights
+        engine.world.raise_together(problem, f"saving {folder}", CheckpointError)
+        return write_model(engine.model, Path(folder), engine.world)
+
+    return wrapped
+
+
+def _wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, model: Any, trial: Any) -> Any:
+        if engine_under(self.model) is None:
+            return original(self, model, trial)
+        return trainer_checkpoint.save_checkpoint(original, self, model, trial)
+
+    return wrapped
+
+
+def _wrap_save_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, output_dir: str) -> Any:
+        if engine_under(self.model) is None:
+            return original(self, output_dir)
+        return trainer_checkpoint.save_optimizer(self, Path(output_dir))
+
+    return wrapped
+
+
+def _wrap_load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
+        if engine_under(self.model) is None or hasattr(self.model, "peft_config"):
+            return original(self, resume_from_checkpoint, model)
+        return trainer_checkpoint.load_weights(self, Path(resume_from_checkpoint))
+
+    return wrapped
+
+
+def _wrap_load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, checkpoint: str | None) -> Any:
+        if engine_under(self.model) is None or checkpoint is None:
+            return original(self, checkpoint)
+        return trainer_checkpoint.load_optimizer(self, Path(checkpoint))
+
+    return wrapped
+
+
+def _wrap_load_best(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any) -> Any:
+        if engine_under(self.model) is None or hasattr(self.model, "peft_config"):
+            return original(self)
+        return trainer_checkpoint.load_weights(self, Path(self.state.best_model_checkpoint))
+
+    return wrapped

@@ -1,0 +1,107 @@
+"""Which rank owns which rows, and where a parameter lies in its unit's memory. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a row-major tensor is cut on dim 0 over `num_ranks` ranks, as `DTensor`'s `Shard(0)` does.
+
+    Every rank owns `chunk_rows = ceil(rows / num_ranks)` rows, but the last ones, which may own fewer or none. A buffer
+    of `padded_numel` elements therefore holds all chunks at equal distances, with the whole tensor as its prefix.
+
+    Attributes:
+        shape: the whole tensor's shape.
+        num_ranks: ranks that the rows are cut over; 1 means that the tensor stays whole.
+    """
+
+    shape: tuple[int, ...]
+    num_ranks: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def row_numel(self) -> int:
+        """Elements of one row."""
+        return math.prod(self.shape[1:])
+
+    @cached_property
+    def chunk_numel(self) -> int:
+        """Elements from the start of one rank's rows to the start of the next rank's."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // self.num_ranks) * self.row_numel
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of a buffer that holds every rank's chunk."""
+        return self.chunk_numel * self.num_ranks
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and last-plus-one element that `rank` owns, counted in the flattened tensor."""
+        if self.num_ranks == 1:
+            return 0, self.numel
+        start = min(rank * self.chunk_numel, self.numel)
+        return start, min(start + self.chunk_numel, self.numel)
+
+    def local_numel(self, rank: int) -> int:
+        """Elements that `rank` owns."""
+        start, stop = self.span(rank)
+        return stop - start
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the rows that `rank` owns."""
+        if self.num_ranks == 1:
+            return self.shape
+        rows = self.local_numel(rank) // self.row_numel if self.row_numel else self._empty_row_count(rank)
+        return (rows, *self.shape[1:])
+
+    def rows_of(self, whole: Tensor, rank: int) -> Tensor:
+        """The rows of `whole` (of this shape) that `rank` owns; a view, where `whole` is contiguous."""
+        start, stop = self.span(rank)
+        return whole.reshape(-1)[start:stop].view(self.local_shape(rank))
+
+    def _empty_row_count(self, rank: int) -> int:
+        chunk_rows = -(-self.shape[0] // self.num_ranks)
+        start = min(rank * chunk_rows, self.shape[0])
+        return min(start + chunk_rows, self.shape[0]) - start
+
+    def local_span_in_chunk(self, rank: int) -> tuple[int, int]:
+        """Where `rank`'s rows lie in a padded buffer, in elements."""
+        start = rank * self.chunk_numel if self.num_ranks > 1 else 0
+        return start, start + self.local_numel(rank)
+
+
+def place(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Lay blocks of `sizes_bytes` one after the other, each aligned to 64 bytes.
+
+    Returns:
+        The offset of every block, and the bytes of all together.
+    """
+    offsets, end = [], 0
+    for size in sizes_bytes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return tuple(offsets), end
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

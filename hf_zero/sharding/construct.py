@@ -1,0 +1,418 @@
+"""Partition a model while it is constructed: parameters become shards as they are registered on modules.
+
+One rule: while a `Cutter` is at work, every parameter that is registered becomes a shard at once, and every torch function
+that touches it there sees it whole for a moment (`WholeWindow`, `WholeOnTouch`). So weight initialisation runs unchanged,
+on whole tensors, in the unsharded order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_zero import torch_compat
+from hf_zero.engine.gathered_parameters import gather_whole
+from hf_zero.engine.parameter import cut, wrap
+from hf_zero.engine.world import World
+
+WINDOW_BYTES = 16 * 2**20
+"""Bytes of parameters that may be whole at a time while a model is constructed, beside the one in use."""
+
+
+def to_shard(whole: nn.Parameter, world: World) -> DTensor:
+    """A parameter of the shape of `whole` that holds this rank's rows, copied; on meta it holds nothing."""
+    assert world.collectives is not None
+    layout = world.layout_for(whole.shape, whole.is_complex())
+    return cast(DTensor, cut(whole, layout, world.rank, whole.dtype, world.collectives.mesh))
+
+
+def is_shard(value: object) -> TypeGuard[DTensor]:
+    """Whether this is a parameter that has been cut."""
+    return isinstance(value, DTensor) and isinstance(value, nn.Parameter)
+
+
+def is_plain(value: object) -> TypeGuard[nn.Parameter]:
+    """Whether this is a parameter that can be cut: not lazy, not a DTensor, not a (quantised) tensor subclass."""
+    return type(value) is nn.Parameter
+
+
+def is_mapped(local: Tensor) -> bool:
+    """Whether the storage is not the allocator's own: a slice of a mapped file, or of somebody's bigger tensor."""
+    storage = local.untyped_storage()
+    return not storage.resizable() or storage.nbytes() != local.nbytes
+
+
+def own_copy(param: DTensor, world: World) -> DTensor:
+    """`param` with its rows in memory of their own."""
+    assert world.collectives is not None
+    local = torch_compat.local_of(param).clone()
+    return cast(DTensor, wrap(local, world.layout_of(param), world.collectives.mesh, cast(nn.Parameter, param)))
+
+
+@dataclasses.dataclass
+class _Whole:
+    """A shard with its whole tensor."""
+
+    param: DTensor
+    data: Tensor
+    world: World
+
+    def write_back(self) -> None:
+        """Bring the shard up to date."""
+        with torch.no_grad():
+            local = torch_compat.local_of(self.param)
+            local.copy_(self.world.layout_of(self.param).rows_of(self.data, self.world.rank))
+
+    def is_held_elsewhere(self) -> bool:
+        """Whether a view of the whole tensor lives on, so that writes through it may still come."""
+        storage = self.data.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > 2  # ours, and `storage` here
+
+
+class WholeWindow:
+    """The few parameters that are whole just now: least recently touched out, its own rows written back.
+
+    What is in the window follows from the sequence of touches alone, so ranks that run the same code gather together. A
+    tensor of which a view is still alive when it leaves keeps its memory (`_lapsed`) until the view is gone: that
+    changes memory on one rank, never the collectives.
+    """
+
+    def __init__(self, world: World, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._world = world
+        self.home = torch.device("cpu")  # where the unsharded code would hold, and draw, what we did not see being made
+        self._homes: dict[int, torch.device] = {}
+        self.num_gathers = 0
+        self.peak_bytes = 0
+        self._bytes = 0
+        self._open: OrderedDict[int, _Whole] = OrderedDict()
+        self._lapsed: dict[int, _Whole] = {}
+
+    def admit(self, param: DTensor, whole: Tensor) -> None:
+        """`param` was cut from `whole` just now: keep `whole` for the code that goes on to initialise it."""
+        self._homes[id(param)] = whole.device
+        self._insert(_Whole(param, whole, self._world))
+
+    def open(self, param: DTensor, overwrites: bool) -> Tensor:
+        """`param`, whole. Its values are gathered unless the caller overwrites all of them."""
+        if (entry := self._open.get(id(param))) is not None:
+            self._open.move_to_end(id(param))
+            return entry.data
+        lapsed = self._lapsed.pop(id(param), None)
+        if lapsed is not None:
+            lapsed.write_back()
+        home = self._homes.get(id(param), self.home)
+        with torch.no_grad():
+            if overwrites:
+                data = torch.empty(param.shape, dtype=param.dtype, device=home)
+            else:
+                self.num_gathers += 1
+                data = gather_whole(param, self._world).to(home)
+            if lapsed is not None:
+                data = lapsed.data.copy_(data) if not overwrites else lapsed.data
+        self._insert(_Whole(param, data, self._world))
+        return data
+
+    def settle(self, param: DTensor, forget: bool = False) -> None:
+        """Bring the shard up to date for somebody who is about to read it, or to replace what it holds (`forget`)."""
+        for entries in (self._open, self._lapsed):
+            if (entry := entries.get(id(param))) is not None:
+                entry.write_back()
+        if forget:
+            self._lapsed.pop(id(param), None)
+            if (entry := self._open.pop(id(param), None)) is not None:
+                self._bytes -= entry.data.nbytes
+
+    def close(self) -> None:
+        """Bring all shards up to date, and let go of everything whole."""
+        for entry in (*self._lapsed.values(), *self._open.values()):
+            entry.write_back()
+        self._open.clear()
+        self._lapsed.clear()
+        self._homes.clear()
+        self._bytes = 0
+
+    def _insert(self, entry: _Whole) -> None:
+        self._open[id(entry.param)] = entry
+        self._bytes += entry.data.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        while self._bytes > self.budget_bytes and len(self._open) > 1:
+            self._evict()
+
+    def _evict(self) -> None:
+        key, entry = self._open.popitem(last=False)
+        self._bytes -= entry.data.nbytes
+        entry.write_back()
+        self._lapsed[key] = entry
+        for key in [k for k, e in self._lapsed.items() if not e.is_held_elsewhere()]:
+            self._lapsed.pop(key).write_back()
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Functions whose first tensor (or `out`) is overwritten from end to end, so that its old values are not needed.
+_OVERWRITES = _words(
+    "normal_ uniform_ zero_ fill_ copy_ random_ exponential_ bernoulli_ log_normal_ cauchy_ geometric_ "
+    "constant_ ones_ zeros_ eye_ eye xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ "
+    "trunc_normal_"
+)
+# Functions that use a tensor's shape, dtype and device only.
+_SHAPE_ONLY = _words(
+    "new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like rand_like randn_like"
+)
+# Facts that a DTensor knows about itself, and functions that must see the parameter, not its value.
+_FACTS = _words(
+    "size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex "
+    "is_signed requires_grad_ register_hook register_post_accumulate_grad_hook get_device storage_offset "
+    "__len__ __repr__ __format__ __hash__ __deepcopy__ __reduce_ex__ is_same_size "
+    "_has_compatible_shallow_copy_type"
+)
+# What `nn.Module.to` and its relatives call on each parameter.
+_CONVERSIONS = _words("to float double half bfloat16 cpu cuda type")
+_VALUE_ATTRIBUTES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
+
+
+def _sees_facts_only(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUE_ATTRIBUTES
+    return name in _FACTS
+
+
+class WholeOnTouch(TorchFunctionMode):
+    """Hand torch functions whole tensors in place of parameters that were cut."""
+
+    def __init__(self, window: WholeWindow, twins: WeakIdKeyDictionary) -> None:
+        super().__init__()
+        self._window = window
+        self._twins = twins  # plain parameter somebody may still hold -> what it was cut into
+        self.is_paused = False
+
+    def _shard_of(self, value: object) -> DTensor | None:
+        if is_shard(value):
+            return None if value.is_meta else value
+        return cast("DTensor | None", self._twins.get(value)) if is_plain(value) else None  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func` on whole tensors, unless it asks for facts that a shard knows about itself."""
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if not any(self._shard_of(a) is not None for a in _flat((*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        subject = self._shard_of(args[0]) if args else None
+        if _sees_facts_only(func):
+            if name in ("__deepcopy__", "__reduce_ex__") and subject is not None:
+                self._window.settle(subject)
+            return func(*args, **kwargs)
+        if name in _CONVERSIONS and subject is not None and _is_called_by_module():
+            self._window.settle(subject, forget=True)  # module.to(...): rows are converted as rows
+            return func(*args, **kwargs)
+        if name == "detach" and subject is not None and _is_called_by_parameter():  # it wants a DTensor back
+            self._window.settle(subject)
+            return DTensor.detach(subject).clone()
+        target = kwargs.get("out", kwargs.get("tensor", args[0] if args else None))
+        opened: dict[int, DTensor] = {}
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, list | tuple) and type(value) in (list, tuple):
+                return type(value)(swap(v) for v in value)
+            shard = self._shard_of(value)
+            if shard is None:
+                return value
+            if name in _SHAPE_ONLY:
+                return torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+            whole = self._window.open(shard, overwrites=name in _OVERWRITES and value is target)
+            opened[id(whole)] = shard
+            return whole
+
+        result = func(*(swap(a) for a in args), **{k: swap(v) for k, v in kwargs.items()})
+        return opened.get(id(result), result)  # an in-place function returns the parameter, as it would unsharded
+
+
+def _is_called_by_module() -> bool:
+    """Whether the torch function in hand was called by torch's own `nn.Module` (two Python frames up)."""
+    return sys._getframe(2).f_globals.get("__name__") == nn.Module.__module__
+
+
+def _is_called_by_parameter() -> bool:
+    """Whether the torch function in hand was called by `nn.Parameter.__new__` (two Python frames up)."""
+    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+@contextmanager
+def shared_rng(world: World) -> Iterator[None]:
+    """Draw what rank 0 would draw, on all ranks.
+
+    On exit a rank gets its own state back if it came with another one; a rank that came with the same state goes on
+    from where the draws ended, as an unsharded model would leave it.
+    """
+    own = {"cpu": torch.get_rng_state()}
+    kind = world.device.type
+    if kind != "cpu":
+        own[kind] = torch.get_device_module(kind).get_rng_state()
+    shared = {kind: state.clone() for kind, state in own.items()}
+    for kind, state in shared.items():
+        world.broadcast(state, f"random state of {kind}")
+    _set_rng(shared)
+    try:
+        yield
+    finally:
+        _set_rng({kind: state for kind, state in own.items() if not torch.equal(state, shared[kind])})
+
+
+def _set_rng(states: Mapping[str, Tensor]) -> None:
+    for kind, state in states.items():
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(kind).set_rng_state(state)
+
+
+class Cutter:
+    """Turns parameters into shards as they are registered on modules; owns the hook, the window and the mode."""
+
+    def __init__(self, world: World, window_bytes: int = WINDOW_BYTES) -> None:
+        self.world = world
+        self.window = WholeWindow(world, window_bytes)
+        self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._twins = WeakIdKeyDictionary()
+        self._mode = WholeOnTouch(self.window, self._twins)
+        self._reads_file = False
+        self._is_paused = False
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def constructing(self) -> Iterator[None]:
+        """Cut parameters when they are registered; show them whole to whatever touches them here."""
+        with self._hooked(), shared_rng(self.world), self._mode:
+            try:
+                yield
+            finally:
+                with self.paused():
+                    self.window.close()
+                    self._twins.clear()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Only remember which models are constructed, where nothing is to be cut."""
+        with self._hooked():
+            yield
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Cut what a loader sets whole, and give sliced rows memory of their own; nothing is shown whole."""
+        was_paused, self._mode.is_paused, self._reads_file = self._mode.is_paused, True, True
+        try:
+            with self._hooked():
+                yield
+        finally:
+            self._mode.is_paused, self._reads_file = was_paused, False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within: nothing is cut, and nothing is shown whole."""
+        before = self._is_paused, self._mode.is_paused
+        self._is_paused = self._mode.is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused, self._mode.is_paused = before
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handles = [
+            register_module_parameter_registration_hook(self._on_registration),  # type: ignore[arg-type]
+            register_module_module_registration_hook(self._on_module),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _on_module(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if not self._is_paused and threading.get_ident() == self._thread and submodule is not None:
+            self._made.add(module)
+            self._parts.add(submodule)
+
+    def models(self) -> list[nn.Module]:
+        """The outermost modules constructed here that hold shards, or parameters where nothing is cut."""
+        roots = [module for module in self._made if module not in self._parts]
+        cuts = self.world.partitions
+        return [module for module in roots if any(is_shard(param) or not cuts for param in module.parameters())]
+
+    def _on_registration(self, module: nn.Module, name: str, param: nn.Parameter | None) -> Tensor | None:
+        if not self._is_paused and threading.get_ident() == self._thread:
+            self._made.add(module)
+        if (
+            not self.world.partitions
+            or param is None
+            or param.is_meta
+            or self._is_paused
+            or threading.get_ident() != self._thread
+        ):
+            return None
+        with self.paused():
+            if is_shard(param):
+                return (
+                    own_copy(param, self.world)
+                    if self._reads_file and is_mapped(torch_compat.local_of(param))
+                    else None
+                )
+            if not is_plain(param):
+                return None
+            twin = cast("DTensor | None", self._twins.get(param))  # type: ignore[no-untyped-call]
+            if twin is not None:
+                return twin
+            shard = to_shard(param, self.world)
+            if not self._reads_file:
+                self._twins[param] = shard
+                self.window.admit(shard, param.detach())
+            return shard
+
+    def cut_meta(self, model: nn.Module, keep_whole: set[str]) -> None:
+        """Replace `model`'s meta parameters by meta shards, tied ones by the same, all but `keep_whole`."""
+        with self.paused():
+            shards: dict[int, DTensor] = {}
+            kept = {id(model.get_parameter(name)) for name in keep_whole if is_parameter(model, name)}
+            for module in model.modules():
+                for name, param in list(module._parameters.items()):
+                    if param is not None and is_plain(param) and param.is_meta and id(param) not in kept:
+                        setattr(module, name, shards.setdefault(id(param), to_shard(param, self.world)))
+
+
+def is_parameter(model: nn.Module, name: str) -> bool:
+    """Whether `model` has a parameter of this name."""
+    module_name, _, leaf = name.rpartition(".")
+    return model.get_submodule(module_name)._parameters.get(leaf) is not None

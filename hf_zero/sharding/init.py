@@ -1,0 +1,227 @@
+"""Init: partition models while they are loaded or constructed. And the same, switched on for a whole program."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.engine import engine_of
+from hf_zero.engine.world import World
+from hf_zero.errors import UsageError
+from hf_zero.sharding import model_methods
+from hf_zero.sharding.construct import Cutter
+from hf_zero.sharding.loading import LoadSeam
+from hf_zero.sharding.shard_model import attach_late, raise_to_master
+
+
+class Init:
+    """Within: every model that is loaded or constructed is partitioned as it comes into being.
+
+    `from_pretrained` reads only this rank's rows of each file. Constructors, `from_config` included, run unchanged, on
+    whole tensors drawn in the unsharded order from rank 0's random state, so freshly initialised weights are those of
+    the unsharded model; at most about 16 MiB of parameters, or one, are whole at a time. The model gets its engine at
+    its first forward, or by `shard_model(model)`. All ranks must enter and leave together.
+
+    Args:
+        config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names.
+        enabled: False does nothing.
+
+    Raises:
+        ConfigError: the configuration has a mistake, or does not fit the number of ranks.
+        UsageError: several processes were launched, but there is no process group.
+        PartitionError: a model is quantised, or spread over devices.
+
+    Source: deepspeed.zero.Init.
+    """
+
+    def __init__(
+        self, config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, enabled: bool = True
+    ) -> None:
+        self._config = ZeroConfig.load(config) if enabled else None
+        self._stack = ExitStack()
+        self._cutter: Cutter | None = None
+        self._world: World | None = None
+
+    def __enter__(self) -> Init:
+        if self._config is None:
+            return self
+        world = self._world = World.create(self._config, default_device())
+        with ExitStack() as stack:
+            stack.enter_context(_paused(None))
+            self._cutter = Cutter(world)
+            stack.enter_context(self._cutter.constructing() if world.partitions else self._cutter.watching())
+            seam = LoadSeam(world, functools.partial(_adopt, world=world), self._cutter)
+            stack.callback(seam.close)
+            stack.enter_context(_pausable(seam, self._cutter))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+        cutter, self._cutter = self._cutter, None
+        if cutter is not None and kind is None:
+            for model in cutter.models():
+                if model not in cutter.world.models:
+                    _adopt(model, cutter.world)
+
+
+def _adopt(model: nn.Module, world: World) -> None:
+    """A model has been made: give it the optimizer's dtype, the seams, and an engine at its first forward."""
+    raise_to_master(model, world)
+    attach_late(model, world)
+    model_methods.attach(model, world)
+
+
+def default_device() -> torch.device:
+    """Where this process's parameters live: its accelerator, unless the process group is one for CPUs."""
+    backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or backend == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+# --- switched on for a whole program --------------------------------------------------------------------------------
+
+_pausable_now: list[tuple[LoadSeam, Cutter | None]] = []
+_left_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_active: list[_Activation] = []
+
+
+class _Activation:
+    """What `activate` has changed, and how to change it back."""
+
+    def __init__(self, config: ZeroConfig, device: torch.device) -> None:
+        from transformers import PreTrainedModel
+
+        self.config = config
+        self.world = World.create(config, device)
+        self._seam = LoadSeam(self.world, functools.partial(_adopt, world=self.world))
+        self._entry = (self._seam, None)
+        self._owner = PreTrainedModel
+        self._original = vars(PreTrainedModel)["_from_config"]
+        _pausable_now.append(self._entry)
+        original = self._original.__func__
+
+        @functools.wraps(original)
+        def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if self._seam.is_paused:
+                return original(cls, *args, **kwargs)
+            with Cutter(self.world).constructing() if self.world.partitions else nullcontext():
+                model = original(cls, *args, **kwargs)
+            if model not in self.world.models:
+                _adopt(model, self.world)
+            return model
+
+        self._owner._from_config = classmethod(from_config)
+
+    def undo(self) -> None:
+        """Put the originals back; models that are partitioned stay so."""
+        self._owner._from_config = self._original
+        self._seam.close()
+        _pausable_now.remove(self._entry)
+
+
+def activate(config: ZeroConfig, device: torch.device) -> None:
+    """From now on transformers' models are partitioned when they are loaded or made from a config, until `undo()`.
+
+    `ZeroTrainingArguments` calls it. With the same configuration as before it changes nothing; another one takes the
+    earlier one's place.
+
+    Args:
+        config: how to partition.
+        device: where parameters live.
+
+    Raises:
+        ConfigError: the configuration does not fit the number of ranks.
+    """
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _active and _active[-1].config == config and _active[-1].world.belongs_to(group):
+        return
+    _undo_activation()
+    _active.append(_Activation(config, device))
+
+
+def _undo_activation() -> None:
+    while _active:
+        _active.pop().undo()
+
+
+def undo() -> None:
+    """Put back everything that hf_zero has changed in transformers; models that are partitioned stay partitioned."""
+    import sys
+
+    _undo_activation()
+    patch = sys.modules.get("hf_zero.integrations.trainer.patch")
+    if patch is not None:
+        patch.remove()
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Within: models are loaded and constructed whole, as without hf_zero, and stay whole."""
+    with _paused(_left_whole):
+        yield
+
+
+@contextmanager
+def _paused(left_whole: weakref.WeakSet[nn.Module] | None) -> Iterator[None]:
+    entries = list(_pausable_now)
+    before = [(seam.is_paused, seam.left_whole) for seam, _ in entries]
+    with ExitStack() as stack:
+        for seam, cutter in entries:
+            seam.is_paused, seam.left_whole = True, left_whole
+            if cutter is not None:
+                stack.enter_context(cutter.paused())
+        try:
+            yield
+        finally:
+            for (seam, _), state in zip(entries, before, strict=True):
+                seam.is_paused, seam.left_whole = state
+
+
+@contextmanager
+def _pausable(seam: LoadSeam, cutter: Cutter | None) -> Iterator[None]:
+    entry = (seam, cutter)
+    _pausable_now.append(entry)
+    try:
+        yield
+    finally:
+        _pausable_now.remove(entry)
+
+
+def leave_whole(model: nn.Module) -> nn.Module:
+    """Name a model that stays whole, even if it is given to a Trainer with `ZeroTrainingArguments`; returns it.
+
+    Raises:
+        UsageError: it is partitioned already.
+    """
+    if is_partitioned(model):
+        raise UsageError(f"{type(model).__name__} is partitioned already; load it `with hf_zero.disabled():`")
+    _left_whole.add(model)
+    return model
+
+
+def is_left_whole(model: nn.Module) -> bool:
+    """Whether the model is to stay whole: named by `leave_whole`, or loaded `with disabled()`."""
+    return model in _left_whole
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether the model, or a part of it, is run by hf_zero, or was partitioned while it was made."""
+    return any(engine_of(module) is not None for module in model.modules()) or any(
+        isinstance(param, DTensor) for param in model.parameters()
+    )

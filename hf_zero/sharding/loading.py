@@ -1,0 +1,301 @@
+"""Partition a model while transformers loads it: each rank reads only its rows.
+
+Two private methods of `PreTrainedModel` are wrapped: `_load_pretrained_model`, before which the model's parameters become
+meta shards, so that transformers' own loader slices each tensor of a file to this rank's rows; and
+`_finalize_model_loading`, in which missing weights are initialised, on whole tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.engine.world import World
+from hf_zero.errors import PartitionError
+from hf_zero.layout import RowLayout
+from hf_zero.sharding.construct import Cutter, is_mapped, is_parameter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Shape = tuple[int, ...]
+Loaded = Callable[[nn.Module], None]
+
+
+def checkpoint_shapes(
+    state_dict: Mapping[str, Any] | None, checkpoint_files: Sequence[str] | None, load_config: Any
+) -> dict[str, Shape]:
+    """Every key of the checkpoint with its whole shape, from headers only; the same on every rank."""
+    from safetensors import safe_open
+    from transformers.modeling_utils import load_state_dict
+
+    if state_dict is not None:
+        return {key: tuple(value.shape) for key, value in state_dict.items() if isinstance(value, Tensor)}
+    shapes: dict[str, Shape] = {}
+    for file in checkpoint_files or ():
+        if os.fspath(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as handle:
+                shapes.update({key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()})  # noqa: SIM118
+        else:
+            meta = load_state_dict(file, map_location="meta", weights_only=load_config.weights_only)
+            shapes.update({key: tuple(value.shape) for key, value in meta.items() if isinstance(value, Tensor)})
+    return shapes
+
+
+def keeps_rows(operations: Sequence[Any], sources: Sequence[Sequence[Shape]], targets: Sequence[Shape], n: int) -> bool:
+    """Whether converting each rank's rows of the sources gives that rank's rows of the targets.
+
+    Safe are: stacking one tensor per row (`MergeModulelist(dim=0)`) where every rank owns a row, and operations on dims
+    >= 1 of sources that have the targets' rows. Anything else, and anything unknown, is not.
+
+    Args:
+        sources: for each source pattern the shapes of the tensors it matched.
+        n: number of ranks.
+    """
+    from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, Transpose
+
+    ndim, num_rows = len(targets[0]), targets[0][0] if targets[0] else 0
+    if ndim == 0 or any(len(t) != ndim or t[0] != num_rows for t in targets):
+        return False
+    first, rest = operations[0], list(operations)
+    if type(first) is MergeModulelist:
+        every_rank_stacks = RowLayout((num_rows,), n).local_numel(n - 1) > 0
+        one_per_row = all(len(shapes) == num_rows and all(len(s) == ndim - 1 for s in shapes) for shapes in sources)
+        if first.dim != 0 or not every_rank_stacks or not one_per_row:
+            return False
+        rest = rest[1:]
+    elif any(len(shapes) != 1 or len(shapes[0]) != ndim or shapes[0][0] != num_rows for shapes in sources):
+        return False
+    for op in rest:
+        if type(op) in (Concatenate, Chunk, Interleave):
+            dims = [op.dim]
+        elif type(op) is Transpose and not op.check_dims:  # check_dims compares local rows with the whole shape
+            dims = [op.dim0, op.dim1]
+        else:
+            return False
+        if any(dim % ndim == 0 for dim in dims):
+            return False
+    return True
+
+
+def names_to_read_whole(
+    model: PreTrainedModel, shapes: Mapping[str, Shape], weight_mapping: Sequence[Any], world: World
+) -> set[str]:
+    """Parameters of `model` (on meta) that transformers' loader must not slice on dim 0 while it reads.
+
+    They are: parameters that stay whole (`DtensorShardOperation` slices whatever is a DTensor), targets whose
+    checkpoint shape differs (so the size test sees whole shapes, on all ranks alike), and all targets of conversions
+    that mix rows (`keeps_rows`).
+    Follows the key renaming of `convert_and_load_state_dict_in_model`, on copies: matching marks transforms.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = deepcopy(list(weight_mapping or ()))
+    renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
+    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    prefix = model.base_model_prefix
+    whole = {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if world.layout_for(param.shape, param.is_complex()).num_ranks == 1
+    }
+    sources: dict[str, dict[str, list[Shape]]] = {}
+    converter_of: dict[str, Any] = {}
+    for key in sorted(shapes, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if target not in state and key in state:
+            target, pattern = rename_source_key(key, [], [], prefix, state)
+        if target not in state:
+            continue
+        if pattern is not None:
+            converter_of.setdefault(target, by_pattern[pattern])
+            sources.setdefault(target, {}).setdefault(pattern, []).append(shapes[key])
+        elif shapes[key] != tuple(state[target].shape):
+            whole.add(target)
+    for target, by_source in sources.items():
+        converter = converter_of[target]
+        names = _targets_of(converter, target, state)
+        targets = [tuple(state[name].shape) for name in names]
+        complete = len(by_source) == len(converter.source_patterns)
+        if not complete or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_ranks):
+            whole.update(names)
+    return whole
+
+
+def _targets_of(converter: Any, first_target: str, state: Mapping[str, Tensor]) -> list[str]:
+    """All names that a converter writes, given the name of its first; `*` stands for an index."""
+    first = converter.target_patterns[0]
+    names = {first_target}
+    for pattern in converter.target_patterns:
+        literal = first_target.replace(first, pattern) if first in first_target else first_target
+        matches = re.compile(re.escape(literal).replace(r"\*", r"\d+"))
+        names.update(name for name in state if matches.fullmatch(name))
+    return sorted(names)
+
+
+class LoadSeam:
+    """Puts a `Cutter` around `_load_pretrained_model` and `_finalize_model_loading`; `close()` takes it off again.
+
+    Args:
+        world: the ranks.
+        on_loaded: called with every model that has been partitioned while it was loaded.
+        open_cutter: of an `Init` around the call, whose hook and mode are at work already.
+    """
+
+    def __init__(self, world: World, on_loaded: Loaded, open_cutter: Cutter | None = None) -> None:
+        from transformers.modeling_utils import PreTrainedModel
+
+        self._world = world
+        self._on_loaded = on_loaded
+        self.is_paused = False
+        self.left_whole: weakref.WeakSet[nn.Module] | None = None  # where models loaded meanwhile are noted
+        self._open_cutter = open_cutter  # of an `Init` around us, whose hook and mode run already
+        self._cls = PreTrainedModel
+        self._originals = {n: vars(PreTrainedModel)[n] for n in ("_load_pretrained_model", "_finalize_model_loading")}
+        self._loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(self._load))  # noqa: B010, mypy
+        setattr(PreTrainedModel, "_finalize_model_loading", staticmethod(self._finalize))  # noqa: B010
+
+    def close(self) -> None:
+        """Put the original methods back."""
+        for name, original in self._originals.items():
+            setattr(self._cls, name, original)
+
+    def _placed(self, load_config: Any) -> Any:
+        """The load config with everything on this rank's device; refuses what cannot be partitioned."""
+        device = self._world.device
+        wanted = {torch.device(d) if d != "disk" else d for d in (load_config.device_map or {"": device}).values()}
+        problem = None
+        if load_config.hf_quantizer is not None:
+            problem = "quantised weights cannot be cut into rows while they load"
+        elif load_config.device_mesh is not None:
+            problem = "a distributed_config shards the model already"
+        elif wanted != {device}:
+            problem = f"device_map={load_config.device_map} does not put the whole model on {device}; leave it out"
+        self._world.raise_together(problem, "cannot partition this model while loading", PartitionError)
+        return dataclasses.replace(load_config, device_map={"": device})
+
+    def _load(
+        self,
+        model: PreTrainedModel,
+        state_dict: dict[str, Any] | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
+    ) -> Any:
+        load = self._originals["_load_pretrained_model"].__func__
+        if self.left_whole is not None:
+            self.left_whole.add(model)
+        is_ours = not self.is_paused and expected_keys is None and any(p.is_meta for p in model.parameters())
+        if is_ours:
+            self._loaded.add(model)
+        if not is_ours or not self._world.partitions:
+            return load(
+                model, state_dict, checkpoint_files, load_config, expected_keys
+            )  # an adapter, a model that stays whole
+        cutter = self._open_cutter or Cutter(self._world)
+        load_config = self._placed(load_config)
+        shapes = checkpoint_shapes(state_dict, checkpoint_files, load_config)
+        whole = names_to_read_whole(model, shapes, load_config.weight_mapping, self._world)
+        cutter.cut_meta(model, keep_whole=whole)
+        problem, result, cause = None, None, None
+        with ExitStack() as stack:
+            # The loader's threads read ahead: with tensors read whole that could be the whole model at once.
+            stack.enter_context(_environ("HF_DEACTIVATE_ASYNC_LOAD", "1" if _has_rows(model, whole) else None))
+            stack.enter_context(cutter.reading())
+            stack.enter_context(_quiet(self._world.rank != 0))
+            try:
+                result = load(model, state_dict, checkpoint_files, load_config, expected_keys)
+                problem = (
+                    "; ".join(f"{k}: {v.splitlines()[-1]}" for k, v in result[0].conversion_errors.items()) or None
+                )
+            except Exception as error:  # told to all ranks below
+                problem, cause = f"{type(error).__name__}: {error}", error
+        try:
+            self._world.raise_together(problem, f"loading {load_config.pretrained_model_name_or_path}", PartitionError)
+        except PartitionError as error:
+            raise error from cause
+        with cutter.paused():
+            _own_buffers(model)
+            for module in model.modules():
+                if isinstance(module, nn.RNNBase):  # its __setattr__ keeps what was set, not what the hook made of it
+                    module._init_flat_weights()
+        cutter.cut_meta(model, keep_whole=set())  # missing and mismatched ones are initialised as shards
+        return result
+
+    def _finalize(self, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        finalize = self._originals["_finalize_model_loading"].__func__
+        if model not in self._loaded:
+            return finalize(model, load_config, loading_info)
+        self._loaded.discard(model)
+        if not self._world.partitions:
+            result = finalize(model, load_config, loading_info)
+            self._on_loaded(model)
+            return result
+        cutter = self._open_cutter or Cutter(self._world)
+        placed = self._placed(load_config)
+        # Draw missing weights where the unsharded load would: on the CPU unless the caller named a device.
+        cutter.window.home = torch.device("cpu") if load_config.device_map is None else placed.device_map[""]
+        with ExitStack() as stack:
+            if self._open_cutter is None:
+                stack.enter_context(cutter.constructing())
+            result = finalize(model, placed, loading_info)
+        with cutter.paused():
+            self._on_loaded(model)
+        return result
+
+
+def _has_rows(model: nn.Module, names: set[str]) -> bool:
+    return any(math.prod(model.get_parameter(n).shape) > 1 for n in names if is_parameter(model, n))
+
+
+def _own_buffers(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and not buffer.is_meta and is_mapped(buffer):
+                copy = buffer.clone()
+                vars(copy).update(vars(buffer))  # _is_hf_initialized
+                module._buffers[name] = copy
+
+
+@contextmanager
+def _quiet(is_quiet: bool) -> Iterator[None]:
+    """Within: no progress bar on this rank, if `is_quiet`."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    if is_quiet and was_shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_quiet and was_shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _environ(name: str, value: str | None) -> Iterator[None]:
+    if value is None:
+        yield
+        return
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,87 @@
+"""What hf_zero puts on other people's model objects, so that transformers and accelerate treat them as they are.
+
+- `_is_distributed_loading_by_transformers`: the Trainer neither wraps the model in DDP nor moves it, and all ranks take
+  part in saving.
+- `no_sync`: where accelerate and the Trainer look for it.
+- `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
+- `save_pretrained`: gathers whole weights.
+- `resize_token_embeddings`: sees whole embeddings; what it makes anew is partitioned by the next `shard_model`.
+- `generate`: keeps ranks in step while any of them still generates, as gathering needs (stage 3).
+
+The methods are bound to the model, so a deep copy of it gets its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.checkpoint.export import save_whole, world_of_model
+from hf_zero.engine.engine import engine_of
+from hf_zero.engine.gathered_parameters import GatheredParameters
+from hf_zero.engine.world import World
+
+_METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
+
+
+def attach(model: nn.Module, world: World) -> None:
+    """Put the seams on a model; a second time changes nothing."""
+    attributes = model.__dict__
+    attributes["no_sync"] = types.MethodType(_no_sync, model)
+    if world.num_ranks == 1:
+        return
+    name = "_is_distributed_loading_by_transformers"
+    attributes[name if hasattr(type(model), name) else name.removeprefix("_")] = True
+    for param in model.parameters():
+        if not isinstance(param, DTensor):  # stage 0: or the Trainer averages their gradients a second time
+            param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
+    if hasattr(model, "save_pretrained"):
+        attributes["save_pretrained"] = types.MethodType(_save_pretrained, model)
+    if hasattr(type(model), "resize_token_embeddings"):
+        attributes["resize_token_embeddings"] = types.MethodType(_resize_token_embeddings, model)
+    if hasattr(type(model), "generate"):
+        attributes["generate"] = types.MethodType(_generate, model)
+
+
+def detach(model: nn.Module) -> None:
+    """Take the seams off again."""
+    for name in (*_METHODS, "_is_distributed_loading_by_transformers", "is_distributed_loading_by_transformers"):
+        model.__dict__.pop(name, None)
+
+
+def _no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
+    engine = engine_of(self)
+    return contextlib.nullcontext() if engine is None else engine.no_sync()
+
+
+def _save_pretrained(
+    self: nn.Module,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> None:
+    """`save_pretrained` with whole weights; all ranks must call it, rank 0 writes."""
+    original = functools.partial(type(self).save_pretrained, self)  # type: ignore[attr-defined]
+    save_whole(self, original, save_directory, is_main_process, state_dict, **kwargs)
+
+
+def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`generate` in which every rank goes on until all have finished, where parameters have to be gathered."""
+    world = world_of_model(self)
+    if world is not None and world.config.policy.shards_parameters:
+        kwargs["synced_gpus"] = True
+    return type(self).generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`resize_token_embeddings` on whole embeddings; all ranks must call it."""
+    embeddings = [self.get_input_embeddings(), self.get_output_embeddings()]  # type: ignore[operator]
+    params = [param for module in embeddings if module is not None for param in module.parameters()]
+    with GatheredParameters(params):
+        return type(self).resize_token_embeddings(self, *args, **kwargs)  # type: ignore[attr-defined]

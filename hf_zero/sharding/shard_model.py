@@ -1,0 +1,292 @@
+"""Cutting the parameters of a model that stands whole on every rank, and starting its engine."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine import optimizers  # noqa: F401  (its hooks see every optimizer)
+from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
+from hf_zero.engine.grouping import Found, find_parameters, named_blocks
+from hf_zero.engine.hooks import Hook
+from hf_zero.engine.parameter import cut, put, wrap
+from hf_zero.engine.state_dict import CutStateDict
+from hf_zero.engine.world import World, world_of
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.sharding import model_methods
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
+
+
+def shard_model(
+    model: nn.Module, config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None
+) -> ZeroEngine:
+    """Partition a model over the data-parallel ranks, in place, and run it under ZeRO from now on.
+
+    Called by all ranks together, before the optimizer is made. Parameters become `DTensor`s of their own shape, of
+    which each rank holds its rows (`Shard(0)`); values are those of rank 0, as under DDP. In stage 0 and at world size 1
+    they stay plain tensors, in the master dtype. A model made under `Init` is partitioned already; whatever was
+    added to it since (adapters, a new head) is partitioned now. The model gets `no_sync`, and, where it has them, a
+    `save_pretrained` that gathers and a `generate` that keeps the ranks in step.
+
+    Args:
+        model: any module, on one device, not wrapped.
+        config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names (a model made under
+            `Init` needs none).
+
+    Returns:
+        The engine; `engine_of(model)` finds it again.
+
+    Raises:
+        ConfigError: the configuration has a mistake, or does not fit the model or the number of ranks.
+        PartitionError: the model cannot be partitioned.
+
+    Source: ZeRO (arXiv:1910.02054).
+    """
+    engine = engine_of(model)
+    if engine is not None and all(engine.find(found.param) is not None for found in find_parameters(model)):
+        if config is not None and ZeroConfig.load(config) != engine.world.config:
+            raise ConfigError(
+                f"{type(model).__name__} runs under another configuration already: call shard_model with that one, or with "
+                "none; or `engine_of(model).close()` and partition a new model"
+            )
+        model_methods.attach(model, engine.world)
+        return engine
+    check_model(model)
+    old_engines = [inner for inner in map(engine_of, model.modules()) if inner is not None]
+    world = old_engines[0].world if old_engines else _world_at_rest(model)
+    if world is None or (config is not None and not old_engines and world.config != ZeroConfig.load(config)):
+        world = World.create(ZeroConfig.load(config), _device_of(model))
+    for inner in old_engines:
+        inner.close()
+    engine = start_engine(model, world)
+    model_methods.attach(model, engine.world)
+    return engine
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def start_engine(model: nn.Module, world: World) -> ZeroEngine:
+    """Partition what is not partitioned yet, and make the engine; called by all ranks together.
+
+    A first forward may run in inference mode, whose tensors could never be trained.
+    """
+    named_blocks(model, world.config.units)  # raises before anything is changed
+    agree_on_model(model, world)
+    replaced = partition_parameters(model, world) + raise_to_master(model, world)
+    broadcast_buffers(model, world)
+    made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
+    engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
+    for old, name in replaced:
+        engine.remember_replaced(old, name)
+    return engine
+
+
+class LateEngine:
+    """Forward pre-hook of a partitioned model without an engine: makes one at the first forward.
+
+    So adapters, a resized embedding or a new head may still be added after a model is loaded.
+    """
+
+    def __init__(self, world: World, made_in: Mapping[str, torch.dtype] | None = None, load_handle: Any = None) -> None:
+        self.world = world
+        self._load_handle = load_handle
+        self._made_in = made_in or {}  # a deep copy of a plain parameter forgets its attributes
+        self._is_done = False
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Make the engine, and let it see this call, for which its own hooks come too late."""
+        if self._is_done or engine_of(module) is not None:
+            return None
+        if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
+            return None  # inside `GatheredParameters`: the next forward outside makes the engine
+        self._is_done = True
+        first = next(module.parameters(), None)
+        if first is None or any(engine.find(first) is not None for engine in live_engines()):
+            return None  # a part of a model that has an engine
+        if self._load_handle is not None:
+            self._load_handle.remove()  # the engine has its own
+        for name, param in module.named_parameters():
+            if name in self._made_in:
+                param._zero_made_in = self._made_in[name]  # type: ignore[attr-defined]
+        return start_engine(module, self.world).enter_root_late(module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LateEngine:
+        return LateEngine(self.world, self._made_in)
+
+
+def _is_late(model: nn.Module) -> bool:
+    hooks = model._forward_pre_hooks.values()
+    return any(
+        isinstance(hook, LateEngine) or isinstance(getattr(hook, "copied_as", None), LateEngine) for hook in hooks
+    )
+
+
+def attach_late(model: nn.Module, world: World) -> None:
+    """Let a model, partitioned while it was made, get its engine at its first forward."""
+    world.models.add(model)
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            param._zero_world = world  # type: ignore[attr-defined]
+    handle = model.register_load_state_dict_pre_hook(CutStateDict(world))  # type: ignore[no-untyped-call]
+    hook = Hook(LateEngine(world, load_handle=handle), copied_as=LateEngine(world))
+    model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def mark_dirty(model: nn.Module) -> None:
+    """Say that all ranks have changed parameters by hand, with the same result: whole copies are gathered again.
+
+    Needed in stages 1 and 2 after edits between steps, outside `GatheredParameters` and `load_state_dict`.
+
+    Raises:
+        PartitionError: the model has no engine.
+    """
+    engine = engine_of(model)
+    if engine is not None:
+        engine.mark_dirty()
+    elif not _is_late(model):  # with an engine to come, nothing has been gathered yet
+        raise PartitionError(f"mark_dirty: {type(model).__name__} is not partitioned; call shard_model on it first")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise a `PartitionError` for a model that cannot be partitioned; decided by facts that all ranks share."""
+    name = type(model).__name__
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    for wrapper in _WRAPPERS:
+        if wrapper in classes:
+            raise PartitionError(f"{name} is, or contains, a {wrapper}: give the plain model to hf_zero instead")
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise PartitionError(
+            f"{name} is quantised: hf_zero partitions floating-point parameters only; load it unquantised"
+        )
+    device_map: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
+    if len(set(device_map.values())) > 1:
+        raise PartitionError(f"{name} is spread over {device_map}: load it without device_map")
+    devices = {str(param.device) for param in model.parameters()}
+    if len(devices) > 1:
+        raise PartitionError(f"{name} is on several devices ({', '.join(sorted(devices))}): move it to one first")
+    if devices == {"meta"}:
+        raise PartitionError(f"{name} has no values yet (meta device): load it with from_pretrained under zero.Init")
+    for param_name, param in model.named_parameters():
+        if param.requires_grad and param.is_complex():
+            raise PartitionError(
+                f"{param_name} is complex ({param.dtype}) and trainable: freeze it, or keep its two parts"
+            )
+        if type(param.data) not in (torch.Tensor, DTensor) and not isinstance(param, DTensor):
+            raise PartitionError(
+                f"{param_name} is a {type(param.data).__name__}: only plain tensors can be partitioned"
+            )
+        if isinstance(param, DTensor) and world_of(param) is None:
+            raise PartitionError(
+                f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
+            )
+
+
+def agree_on_model(model: nn.Module, world: World) -> None:
+    """Raise a `PartitionError` on every rank if the ranks' models have other parameters."""
+    if world.collectives is None:
+        return
+    found = find_parameters(model)
+    facts = [f"{each.names} {tuple(each.param.shape)} {each.param.dtype}" for each in found]
+    trains = [f"{fact} requires_grad={each.param.requires_grad}" for fact, each in zip(facts, found, strict=True)]
+    prints = [zlib.crc32(text.encode()) for text in trains]
+    heads = world.collectives.agree([len(found), zlib.crc32("".join(trains).encode())], "shard_model")
+    if all(head == heads[0] for head in heads):
+        return
+    counts = [count for count, _ in heads]
+    if len(set(counts)) > 1:
+        raise PartitionError(f"the ranks' models differ: they have {counts} parameters, by rank")
+    rows = world.collectives.agree(prints, "the parameters of shard_model")
+    position = next(i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
+    raise PartitionError(
+        f"the ranks' models differ: on rank {world.rank} {found[position].names[0]!r} is {trains[position]}, on another "
+        "rank it is not: names, shapes, dtypes and requires_grad must be alike on all of them"
+    )
+
+
+def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+    """Give every plain parameter rank 0's values and cut it; partitioned ones stay as they are.
+
+    Returns:
+        The parameters that were replaced, with their names.
+    """
+    replaced = []
+    for found in find_parameters(model):
+        if isinstance(found.param, DTensor):
+            continue
+        world.broadcast(found.param.data, found.names[0])
+        old = found.param
+        partition_one(found, world)
+        if found.param is not old:
+            replaced.append((old, found.names[0]))
+    return replaced
+
+
+def partition_one(found: Found, world: World) -> None:
+    """Cut one whole parameter to this rank's rows, in all its places, in the dtype at rest."""
+    param = found.param
+    dtype = world.precision.master_for(param.dtype, param.requires_grad)
+    if not world.partitions:
+        if param.dtype != dtype:
+            param._zero_made_in = param.dtype  # type: ignore[attr-defined]
+            param.data = param.data.to(dtype)
+        return
+    assert world.collectives is not None
+    layout = world.layout_for(param.shape, param.is_complex())
+    new = cut(param, layout, world.rank, dtype, world.collectives.mesh)
+    new._zero_world = world  # type: ignore[attr-defined]
+    new._zero_made_in = param.dtype  # type: ignore[attr-defined]
+    put(found.locations, new)
+    found.param = new
+
+
+def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+    """Give trainable parameters that are partitioned already the dtype that the optimizer is to update, one at a time.
+
+    Returns:
+        The parameters that were replaced, with their names.
+    """
+    replaced: list[tuple[nn.Parameter, str]] = []
+    for found in find_parameters(model):
+        param = found.param
+        dtype = world.precision.master_for(param.dtype, param.requires_grad)
+        if not isinstance(param, DTensor) or param.dtype == dtype:
+            continue
+        assert world.collectives is not None
+        new = wrap(torch_compat.local_of(param).to(dtype), world.layout_of(param), world.collectives.mesh, param)
+        new._zero_world = world  # type: ignore[attr-defined]
+        new._zero_made_in = param.dtype  # type: ignore[attr-defined]
+        put(found.locations, new)
+        replaced.append((param, found.names[0]))
+    return replaced
+
+
+def broadcast_buffers(model: nn.Module, world: World) -> None:
+    """Give every rank the buffers of rank 0, once; they are not kept equal afterwards."""
+    for name, buffer in model.named_buffers():
+        world.broadcast(buffer, name)
+
+
+def _world_at_rest(model: nn.Module) -> World | None:
+    """The ranks that a model without an engine was partitioned over as it was made."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for late in (hook, getattr(hook, "copied_as", None)):
+                if isinstance(late, LateEngine):
+                    return late.world
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            return world_of(param)
+    return None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((param.device for param in model.parameters()), torch.device("cpu"))

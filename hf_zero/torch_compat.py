@@ -1,0 +1,157 @@
+"""The private names of torch that hf_zero stands on, in one place; tests/test_seams.py fails when one of them moves."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from hf_zero.layout import RowLayout, row_major
+
+# torch 2.13 renamed both, and warns of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def wrap_local(local: Tensor, layout: RowLayout, mesh: DeviceMesh) -> DTensor:
+    """A `DTensor` of `layout.shape` over this rank's rows `local`, without communication."""
+    placement = Shard(0) if layout.num_ranks > 1 else Replicate()
+    shape, stride = torch.Size(layout.shape), row_major(layout.shape)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
+    """A `DTensor` placed as `parameter` is, over `local`; a tenth of the cost of `DTensor.from_local`."""
+    # Without `__init__`, which only has torch.compile look away, for longer than all the rest takes.
+    return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor` (the tensor itself where it is plain), without autograd."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.detach()
+
+
+def let_adam_compute_on_rows(optimizer: torch.optim.Optimizer) -> None:
+    """Let the lists with which a step of this one `Adam` or `AdamW` computes hold rows, where gradients lie as parameters do.
+
+    Parameters, gradients and states stay the `DTensor`s that they are, and a copy of the optimizer is an ordinary one.
+    """
+    if "_init_group" in vars(optimizer):
+        return
+    owner = weakref.ref(optimizer)
+
+    def rows_of_group(group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        adam = cast(torch.optim.Adam, owner())
+        has_complex = torch.optim.Adam._init_group(adam, group, *lists)  # type: ignore[no-untyped-call]
+        params, grads, *_ = lists
+        if not group["differentiable"] and all(map(_is_placed_like, grads, params)):
+            for tensors in lists:
+                tensors[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        return bool(has_complex)
+
+    vars(optimizer)["_init_group"] = rows_of_group
+
+
+def _is_placed_like(tensor: Tensor, other: Tensor) -> bool:
+    """Whether both are `DTensor`s whose ranks hold the same parts of them."""
+    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
+        return False
+    if tensor._spec is other._spec:
+        return True
+    return tensor.device_mesh == other.device_mesh and tensor.placements == other.placements
+
+
+def set_local(parameter: nn.Parameter, local: Tensor) -> None:
+    """Let the rows of `parameter` live in the memory of `local` (same shape and dtype)."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local
+
+
+class replaced_by_whole:  # noqa: N801  (a context manager, used like a function)
+    """Within: the sharded `parameter` is a replicated `DTensor` over `whole`; afterwards it is what it was."""
+
+    def __init__(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        self._parameter, self._whole = cast(DTensor, parameter), whole
+
+    def __enter__(self) -> None:
+        self._before = (self._parameter._local_tensor, self._parameter._spec)
+        mesh = self._parameter.device_mesh
+        spec = DTensor.from_local(self._whole, mesh, [Replicate()], run_check=False)._spec
+        self._parameter._local_tensor, self._parameter._spec = self._whole, spec
+
+    def __exit__(self, *_: object) -> None:
+        self._parameter._local_tensor, self._parameter._spec = self._before
+
+
+def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: int) -> torch.UntypedStorage:
+    """A storage of its own over a range of bytes of `storage`, which it keeps alive.
+
+    Tensors made on it have storage offset 0 (so that `copy.deepcopy` of a `DTensor` works) and a version counter of
+    their own.
+    """
+    return cast(torch.UntypedStorage, storage[start_bytes : start_bytes + num_bytes])
+
+
+def tensor_on(storage: torch.UntypedStorage, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of `shape` over the memory of `storage` from `offset_bytes` on; a new version counter."""
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset_bytes // dtype.itemsize, shape, row_major(shape))
+
+
+_cached_for: weakref.ref[object] | None = None
+
+
+def forget_old_groups(default_group: object) -> None:
+    """Empty DTensor's caches, if they were filled under another default process group than the one in place now.
+
+    They take meshes of equal ranks for one another, and would hand out one whose group has been destroyed.
+    """
+    global _cached_for
+    if _cached_for is None or _cached_for() is not default_group:
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _cached_for = None if default_group is None else weakref.ref(default_group)
+
+
+@contextlib.contextmanager
+def coalesced(group: dist.ProcessGroup) -> Iterator[list[dist.Work]]:
+    """Within: collectives of one kind on `group` are collected; at the end they start together. Yields what to wait for."""
+    works: list[dist.Work] = []
+    try:
+        with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
+            yield works
+    except BaseException:
+        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # torch would collect for ever
+        raise
+    works += manager.works
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler records now."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass just now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def graph_task() -> int:
+    """The number of the backward pass that this thread runs just now; one nested in another has its own."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward pass is complete; never, if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,449 @@
+"""The exchanges between ranks: what they compute, what they count, and what they say when ranks do not agree."""
+
+import datetime
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero import torch_compat
+from hf_zero.comm import measure as measuring
+from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.pairwise import _PART_NUMEL
+from hf_zero.comm.select import make_collectives
+from hf_zero.errors import CollectiveError, ConfigError
+from hf_zero.layout import RowLayout
+from tests.ranks import RankFailure, on_ranks, run_alone, run_ranks
+
+_SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2), (401, 40)]  # rows that do not divide, fewer than ranks, none; large
+_BOTH = pytest.mark.parametrize("choice", ["pairwise", "native", "host"])
+_ANY_RANKS = pytest.mark.parametrize("num_ranks", [2, 3])
+_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def _make(choice: str, timeout_s: float = 20.0) -> Collectives:
+    dist.barrier()  # a worker that imports for the first time is late, and some tests wait for a short time only
+    collectives = make_collectives(choice, torch.device("cpu"), timeout_s, Ledger())
+    assert collectives is not None and collectives.name == choice
+    return collectives
+
+
+def _layouts(num_ranks: int) -> list[RowLayout]:
+    return [RowLayout(shape, num_ranks) for shape in _SHAPES]
+
+
+def _values(rank: int, index: int, layout: RowLayout, dtype: torch.dtype) -> Tensor:
+    return torch.randn(layout.numel, generator=torch.Generator().manual_seed(10 * rank + index)).to(dtype)
+
+
+def _gather(choice: str, dtype: torch.dtype) -> None:
+    collectives = _make(choice)
+    rank, num_ranks = collectives.rank, collectives.num_ranks
+    items = []
+    for index, layout in enumerate(_layouts(num_ranks)):
+        flat = torch.full((layout.padded_numel,), torch.nan, dtype=dtype)
+        (first, last), (start, stop) = layout.span(rank), layout.local_span_in_chunk(rank)
+        flat[start:stop] = _values(0, index, layout, dtype)[first:last]
+        items.append(Rows(flat, layout))
+    exchange = collectives.gather(items, "unit")
+    for _ in range(2):
+        exchange.wait()
+    for index, item in enumerate(items):
+        assert torch.equal(item.flat[: item.layout.numel], _values(0, index, item.layout, dtype))
+    entry = collectives.ledger.entries["gather", "unit"]
+    received = {
+        "native": sum(item.flat.nbytes * (num_ranks - 1) // num_ranks for item in items),
+        "host": sum((i.layout.numel - i.layout.local_numel(rank)) * dtype.itemsize for i in items),
+        "pairwise": sum((i.layout.numel - i.layout.local_numel(rank)) * dtype.itemsize for i in items),
+    }
+    assert (entry.calls, entry.bytes) == (1, received[choice]) and exchange.is_done
+
+
+@_BOTH
+@_ANY_RANKS
+@_DTYPES
+def test_gather_completes_every_ranks_rows(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(_gather, num_ranks, choice, dtype)
+
+
+def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str, sum_dtype: torch.dtype | None = None) -> None:
+    collectives = _make(choice)
+    rank, num_ranks = collectives.rank, collectives.num_ranks
+    layouts = _layouts(num_ranks)
+    items = [Rows(_values(rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
+    sum_dtype = sum_dtype or dtype
+    outputs = [torch.full((layout.local_numel(rank),), torch.nan, dtype=sum_dtype) for layout in layouts]
+    getattr(collectives, method)(items, outputs, "unit").wait()
+    collectives.settle()
+    for index, (layout, output) in enumerate(zip(layouts, outputs, strict=True)):
+        assert torch.equal(items[index].flat, _values(rank, index, layout, dtype)), "autograd may own what was given"
+        terms = [_values(peer, index, layout, dtype)[slice(*layout.span(rank))] for peer in range(num_ranks)]
+        expected = terms[0].to(sum_dtype, copy=True)
+        for term in terms[1:]:
+            expected += term  # in rank order, in `sum_dtype`
+        if (choice != "native" and kind == "reduce_scatter") or num_ranks == 2:
+            assert torch.equal(output, expected)
+        else:  # the transport adds in an order of its own: one rounding of a sum below 8
+            torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(sum_dtype).eps)
+    assert set(collectives.ledger.kinds()) == {"agree", kind} and collectives.ledger.total(kind).calls == 1
+
+
+@_BOTH
+@_ANY_RANKS
+@_DTYPES
+def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(_reduce_rows, num_ranks, choice, dtype, "reduce_scatter", "reduce_scatter")
+
+
+@pytest.mark.parametrize(("method", "kind"), [("reduce_whole", "all_reduce"), ("reduce_to_owners", "reduce")])
+@_ANY_RANKS
+@_DTYPES
+def test_other_reductions_sum_own_rows(method: str, kind: str, num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(_reduce_rows, num_ranks, "pairwise", dtype, method, kind)
+
+
+@pytest.mark.parametrize("method", ["reduce_scatter", "reduce_whole", "reduce_to_owners"])
+@_BOTH
+def test_reductions_sum_bfloat16_in_float32(choice: str, method: str) -> None:
+    kind = {"reduce_whole": "all_reduce", "reduce_to_owners": "reduce"}.get(method, method)
+    run_ranks(_reduce_rows, 3, choice, torch.bfloat16, method, kind, torch.float32)
+
+
+def _peak_of(call: Callable[[], None]) -> int:
+    """The most bytes that tensors made in `call` take together, temporary ones inside torch included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes), default=0)
+
+
+def _reduce_embedding(dtype: torch.dtype, staging_bytes: int) -> tuple[Tensor, int]:
+    """This rank's sum of a large and a small gradient, and the peak of memory."""
+    collectives = _make("pairwise")
+    collectives.staging_bytes = staging_bytes
+    layouts = [RowLayout((10007, 100), collectives.num_ranks), RowLayout((7, 3), collectives.num_ranks)]
+    items = [Rows(_values(collectives.rank, index, layout, dtype), layout) for index, layout in enumerate(layouts)]
+    outputs = [torch.empty(layout.local_numel(collectives.rank)) for layout in layouts]
+    peak = _peak_of(lambda: collectives.reduce_scatter(items, outputs, "embedding").wait())
+    return torch.cat(outputs), peak
+
+
+@_ANY_RANKS
+@_DTYPES
+def test_staging_of_a_large_gradient_is_bounded_whatever_its_size(num_ranks: int, dtype: torch.dtype) -> None:
+    budget = 2**17
+    bounded = run_ranks(_reduce_embedding, num_ranks, dtype, budget)
+    unbounded = run_ranks(_reduce_embedding, num_ranks, dtype, 2**40)
+    num_staged = num_ranks - 1 - int(dtype == torch.float32)  # one peer's rows land in the output
+    for (result, peak), (expected, whole) in zip(bounded, unbounded, strict=True):
+        assert torch.equal(result, expected)
+        staged = num_staged * 10007 * 100 * dtype.itemsize // num_ranks
+        assert whole >= 0.99 * staged
+        widened = 4 * _PART_NUMEL if dtype == torch.bfloat16 else 0  # what torch makes of a term in float32
+        assert peak < budget + widened + 1000
+
+
+def _coalesced(coalesces: bool) -> tuple[list[Tensor], int]:
+    """What a gather and a reduction of several parameters give, and how many launches they take together."""
+    collectives = _make("native")
+    assert isinstance(collectives, NativeCollectives)
+    launches: list[dist.ProcessGroup] = []
+
+    def count(group: dist.ProcessGroup) -> Any:
+        launches.append(group)
+        return coalesced(group)
+
+    coalesced = torch_compat.coalesced
+    if coalesces:
+        collectives.backend, collectives._coalesces = "nccl", True  # gloo can do it as well
+    rank, layouts = collectives.rank, _layouts(collectives.num_ranks)
+    items = [Rows(_padded(_values(rank, i, layout, torch.float32), layout), layout) for i, layout in enumerate(layouts)]
+    outputs = [torch.empty(layout.local_numel(rank)) for layout in layouts]
+    gradients = [Rows(item.flat[: item.layout.numel].clone(), item.layout) for item in items]
+    with mock.patch.object(torch_compat, "coalesced", count):
+        collectives.gather(items, "unit").wait()
+        collectives.reduce_scatter(gradients, outputs, "unit", divisor=2).wait()
+    return [item.flat for item in items] + outputs, len(launches)
+
+
+def _padded(values: Tensor, layout: RowLayout) -> Tensor:
+    return torch.nn.functional.pad(values, (0, layout.padded_numel - layout.numel))
+
+
+def test_native_collectives_of_a_unit_are_one_launch_where_the_backend_coalesces() -> None:
+    apart, together = run_ranks(_coalesced, 2, False), run_ranks(_coalesced, 2, True)
+    for (expected, none), (found, launches) in zip(apart, together, strict=True):
+        assert (none, launches) == (0, 2)
+        assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+
+
+def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
+    collectives = _make(choice)
+    layout = RowLayout((6, 4), collectives.num_ranks)
+    collectives.gather([Rows(torch.zeros(24), layout)], "a").wait()
+    collectives.reduce_scatter([Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a").wait()
+    collectives.settle()
+    collectives.all_reduce([torch.zeros(24), torch.zeros(0)], "a").wait()
+    collectives.reduce_to_owners(
+        [Rows(torch.zeros(24), layout)], [torch.empty(24 // collectives.num_ranks)], "a"
+    ).wait()
+    return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce", "reduce"))
+
+
+@_BOTH
+@_ANY_RANKS
+def test_ledger_counts_what_a_rank_receives(choice: str, num_ranks: int) -> None:
+    one = 24 * 4 * (num_ranks - 1) // num_ranks
+    assert run_ranks(_bytes_of_whole_rows, num_ranks, choice) == [(one, one, 2 * one, one)] * num_ranks
+
+
+def _all_reduce(choice: str) -> list[Tensor]:
+    collectives = _make(choice)
+    tensors = [torch.randn(5, generator=torch.Generator().manual_seed(collectives.rank)), torch.ones(3), torch.ones(0)]
+    collectives.all_reduce(tensors, "unit").wait()
+    return tensors
+
+
+@_BOTH
+def test_all_reduce_gives_the_same_bits_on_every_rank(choice: str) -> None:
+    results = run_ranks(_all_reduce, 3, choice)
+    terms = [torch.randn(5, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    torch.testing.assert_close(results[0][0], sum(terms))
+    assert torch.equal(results[0][1], torch.full((3,), 3.0))
+    for other in results[1:]:
+        assert all(torch.equal(left, right) for left, right in zip(results[0], other, strict=True))
+
+
+def _broadcast(source: int) -> tuple[Tensor, Tensor, int]:
+    collectives = _make("pairwise")
+    rank = collectives.rank
+    strided, scalar = torch.full((4, 3), float(rank)).t(), torch.tensor(rank)
+    collectives.broadcast(strided, source, "strided")
+    collectives.broadcast(scalar, source, "scalar")
+    collectives.broadcast(torch.empty(0), source, "nothing")
+    return strided, scalar, collectives.ledger.total("broadcast").bytes
+
+
+def test_broadcast_copies_from_its_source_whatever_the_strides() -> None:
+    for rank, (strided, scalar, received) in enumerate(run_ranks(_broadcast, 3, 1)):
+        assert torch.equal(strided, torch.ones(3, 4)) and scalar.item() == 1
+        assert received == (0 if rank == 1 else 12 * 4 + 8)
+
+
+@_BOTH
+@on_ranks(2)
+def test_gathers_and_reductions_keep_an_order_each(choice: str) -> None:
+    """A rank without gradients for a unit reduces it later, after other gathers: no kind may wait for the other."""
+    collectives = _make(choice)
+    layout = RowLayout((4,), 2)
+    rank = collectives.rank
+    whole = torch.zeros(4)
+    whole[2 * rank : 2 * rank + 2] = rank + 1.0
+    output = torch.empty(2)
+
+    def gather() -> None:
+        collectives.gather([Rows(whole, layout)], "a").wait()
+
+    def reduce() -> None:
+        started.append(collectives.reduce_scatter([Rows(torch.arange(4.0), layout)], [output], "b"))
+
+    started: list = []
+    calls: list[Callable[[], None]] = [reduce, gather] if rank else [gather, reduce]
+    for call in calls:
+        call()
+    started[0].wait()
+    collectives.settle()
+    assert torch.equal(whole, torch.tensor([1.0, 1.0, 2.0, 2.0]))
+    assert torch.equal(output, 2 * torch.arange(4.0)[2 * rank : 2 * rank + 2])
+
+
+def _swapped_units(kind: str) -> str:
+    collectives = _make("pairwise", timeout_s=2.0)
+    layout = RowLayout((4,), 2)
+    with pytest.raises(CollectiveError) as caught:
+        for name in ("a", "b") if collectives.rank else ("b", "a"):
+            if kind == "gather":
+                collectives.gather([Rows(torch.zeros(4), layout)], name).wait()
+            else:
+                collectives.reduce_scatter([Rows(torch.zeros(4), layout)], [torch.empty(2)], name).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce_scatter"])
+def test_exchange_of_another_unit_of_equal_shape_raises(kind: str) -> None:
+    left, right = run_ranks(_swapped_units, 2, kind)
+    assert f"rank 1 in {kind} of 'b'" in left and f"rank 0 in {kind} of 'a'" in right
+
+
+def _leave() -> None:
+    collectives = _make("pairwise", timeout_s=20.0)
+    if collectives.rank == 1:
+        raise ValueError("on rank 1 only")
+    collectives.gather([Rows(torch.zeros(4), RowLayout((4,), 2))], "unit").wait()
+
+
+def test_rank_that_is_gone_is_named_at_once() -> None:
+    left, right = run_ranks(_leave, 2, expect_failure=True, timeout_s=15.0)
+    assert isinstance(left, RankFailure) and left.type_name == "CollectiveError"
+    assert "lost rank 1 in gather of 'unit'" in left.message
+    assert isinstance(right, RankFailure) and right.type_name == "ValueError"
+
+
+def _agree() -> list[list[int]]:
+    collectives = _make("pairwise")
+    collectives.meet("here")
+    assert collectives.agree((), "nothing") == [[], [], []]
+    return collectives.agree([collectives.rank, -(2**62)], "numbers")
+
+
+def test_agree_shows_every_ranks_values_to_every_rank() -> None:
+    assert run_ranks(_agree, 3) == [[[0, -(2**62)], [1, -(2**62)], [2, -(2**62)]]] * 3
+
+
+def _disagree(labels: list[str], counts: list[int]) -> str:
+    collectives = _make("pairwise")
+    rank = dist.get_rank()
+    with pytest.raises(CollectiveError) as caught:
+        collectives.agree([7] * counts[rank], labels[rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("labels", "counts"), [(["save", "load"], [1, 1]), (["save", "save"], [1, 2])])
+def test_agree_names_what_each_rank_was_at(labels: list[str], counts: list[int]) -> None:
+    for rank, message in enumerate(run_ranks(_disagree, 2, labels, counts)):
+        peer = 1 - rank
+        assert f"rank {rank} is at {labels[rank]!r} ({counts[rank]} values)" in message
+        assert f"rank {peer} is at {labels[peer]!r} ({counts[peer]} values)" in message
+
+
+def _chosen() -> list[tuple[str, str]]:
+    found = []
+    for _ in range(2):
+        made = make_collectives("auto", torch.device("cpu"), 20.0, Ledger())
+        assert made is not None
+        assert "gather" not in made.ledger.kinds()
+        found.append((made.name, made.reason))
+    return found
+
+
+def test_auto_measures_once_and_decides_alike_on_every_rank() -> None:
+    first, second = run_ranks(_chosen, 2)
+    assert first == second and first[0] == first[1]
+    name, reason = first[0]
+    assert reason.startswith("auto; ms for 1 MiB: ") and f"MiB: {name} " in reason
+    assert all(each in reason for each in ("host", "pairwise", "native"))
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "reason"),
+    [
+        ((1, 2, 2.1), (9, 8), "auto; ms for 1 MiB: a 1.0, b 2.0, c 2.1; ms for 8 MiB: b 8.0, a 9.0"),
+        ((3, 1, 3), (), "auto; ms for 1 MiB: b 1.0, a 3.0, c 3.0"),
+    ],
+)
+def test_auto_leaves_out_of_large_units_what_small_ones_leave_far_behind(
+    small: tuple[float, ...], large: tuple[float, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidates = [SimpleNamespace(name=name, ledger=Ledger()) for name in "abc"]
+    milliseconds = iter([*small, *large])
+
+    def measure(candidate: object, num_bytes: int) -> measuring.Timing:
+        return measuring.Timing(num_bytes, 0.0, next(milliseconds) / 1e3)
+
+    monkeypatch.setattr(measuring, "measure", measure)
+    assert measuring._compare(candidates) == ("b", reason)  # type: ignore[arg-type]
+    assert next(milliseconds, None) is None
+
+
+def _other_choice() -> str:
+    choice = "pairwise" if dist.get_rank() else "native"
+    with pytest.raises(ConfigError) as caught:
+        make_collectives(choice, torch.device("cpu"), 20.0, Ledger())
+    return str(caught.value)
+
+
+def test_another_choice_on_one_rank_is_an_error_on_all() -> None:
+    for rank, message in enumerate(run_ranks(_other_choice, 2)):
+        assert f"rank {rank} has collectives:" in message and "HF_ZERO_COLLECTIVES" in message
+
+
+def _nobody() -> bool:
+    return make_collectives("auto", torch.device("cpu"), 1.0, Ledger()) is None
+
+
+def test_one_rank_has_nothing_to_exchange() -> None:
+    assert run_alone(_nobody)
+    assert run_ranks(_nobody, 1) == [True]
+
+
+def _one_after_the_other(num_models: int) -> list[int]:
+    num_groups = []
+    for _ in range(num_models):
+        collectives = _make("pairwise")
+        num_groups.append(len(dist.distributed_c10d._world.pg_map))
+        collectives.meet("the end")
+        del collectives
+    return num_groups
+
+
+def test_process_groups_of_dropped_models_are_closed() -> None:
+    first, second, *others = run_ranks(_one_after_the_other, 2, 5)[0]
+    assert second == first and set(others) == {first}
+
+
+def _kept_on_one_rank() -> int:
+    kept = [_make("pairwise") for _ in range(2)]
+    kept[0].meet("on both")
+    if kept[0].rank == 0:
+        kept.clear()
+    before = len(dist.distributed_c10d._world.pg_map)
+    collectives = _make("pairwise")
+    collectives.meet("the end")
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_process_groups_stay_while_a_rank_uses_them() -> None:
+    assert run_ranks(_kept_on_one_rank, 2) == [2, 2]
+
+
+def _packed(num_small: int) -> int:
+    """Messages of one gather of `num_small` small parameters and a large one."""
+    collectives = _make("pairwise")
+    layouts = [RowLayout((8, 4), collectives.num_ranks)] * num_small + [RowLayout((300, 100), collectives.num_ranks)]
+    exchange = collectives.gather([Rows(torch.zeros(layout.padded_numel), layout) for layout in layouts], "unit")
+    num_messages = len(exchange._parts)
+    exchange.wait()
+    return num_messages
+
+
+def test_small_parameters_travel_in_one_message() -> None:
+    assert run_ranks(_packed, 2, 0) == [2, 2]  # one sent, one received
+    assert run_ranks(_packed, 2, 9) == [4, 4]
+
+
+class _Recorded:
+    """A handle that remembers how it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[object, ...]] = []
+
+    def wait(self, *args: object) -> None:
+        self.waits.append(args)
+
+
+def test_waiting_for_work_on_a_device_does_not_stop_the_process() -> None:
+    host, device = _Recorded(), _Recorded()
+    parts = [Part(host, None), Part(device, None, is_on_device=True)]  # type: ignore[arg-type]
+    Exchange("gather of 'unit'", 3.0, parts).wait()
+    assert host.waits == [(datetime.timedelta(seconds=3),)]  # torch blocks the process when it is given a time
+    assert device.waits == [()]

@@ -1,0 +1,399 @@
+"""ZeroConfig and its files: round trips, and mistakes as one ConfigError each."""
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_zero.config.zero_config import StagePolicy, UnitGrouping, ZeroConfig, read_deepspeed
+from hf_zero.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+
+unit_groupings = st.one_of(
+    st.just(UnitGrouping()),
+    st.lists(st.from_regex(r"[A-Z][A-Za-z0-9_]{0,20}", fullmatch=True), min_size=1, max_size=3).map(
+        lambda names: UnitGrouping(class_names=tuple(names))
+    ),
+    st.integers(1, 2**40).map(lambda numel: UnitGrouping(min_numel=numel)),
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ZeroConfig:
+    stage = draw(st.integers(0, 3))
+    return ZeroConfig(
+        stage=stage,
+        units=draw(unit_groupings),
+        keep_whole_numel=draw(st.integers(0, 2**40)),
+        prefetch_bytes=draw(st.integers(0, 2**63 - 1)),
+        bucket_bytes=draw(st.integers(1, 2**63 - 1)),
+        compute_dtype=draw(st.sampled_from(("auto", "float32", "bfloat16"))),
+        master_dtype=draw(st.sampled_from(("auto", "float32"))),
+        reduce_dtype=draw(st.sampled_from(("auto", "float32", "bfloat16"))),
+        gradient_reduction=draw(st.sampled_from(("mean", "sum"))),
+        collectives=draw(st.sampled_from(("auto", "native", "pairwise"))),
+        timeout_s=draw(st.floats(1e-6, 1e9)),
+        reduce_scatter=draw(st.sampled_from((True, False, "to_owner"))) if stage else True,
+        reshard_after_forward=stage < 3 or draw(st.booleans()),
+        expected_world_size=draw(st.none() | st.integers(1, 2**20)),
+        async_save=draw(st.booleans()),
+    )
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# ---- our format ------------------------------------------------------------------------------------------------------
+
+
+@given(configs())
+def test_to_dict_round_trips_through_dict_json_yaml_and_pickle(config: ZeroConfig) -> None:
+    plain = config.to_dict()
+    assert ZeroConfig.from_dict(plain) == config
+    assert ZeroConfig.load(json.dumps(plain)) == config
+    assert ZeroConfig.from_dict(yaml.safe_load(yaml.safe_dump(plain))) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(ZeroConfig.from_dict(plain)) == hash(config)
+
+
+def test_defaults_are_stage_three_with_float32_masters() -> None:
+    config = ZeroConfig()
+    assert (config.stage, config.master_dtype, config.reduce_dtype) == (3, "float32", "float32")
+    assert (config.prefetch_bytes, config.bucket_bytes, config.timeout_s) == (64 * MIB, 64 * MIB, 120.0)
+    assert config.units == UnitGrouping() and config.expected_world_size is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "policy"),
+    [
+        (0, StagePolicy(shards_optimizer=False, shards_gradients=False, shards_parameters=False)),
+        (1, StagePolicy(shards_optimizer=True, shards_gradients=False, shards_parameters=False)),
+        (2, StagePolicy(shards_optimizer=True, shards_gradients=True, shards_parameters=False)),
+        (3, StagePolicy(shards_optimizer=True, shards_gradients=True, shards_parameters=True)),
+    ],
+)
+def test_policy_of_each_stage(stage: int, policy: StagePolicy) -> None:
+    assert ZeroConfig(stage=stage).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"),
+    [
+        ("64MiB", 64 * MIB),
+        ("1GiB", 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("500MB", 500_000_000),
+        ("2KB", 2000),
+        ("7B", 7),
+        ("5e7", 50_000_000),
+        ("12", 12),
+        (5e7, 50_000_000),
+        (12, 12),
+    ],
+)
+def test_byte_sizes_are_read_as_written(written: object, num_bytes: int) -> None:
+    config = ZeroConfig.from_dict({"prefetch_bytes": written, "bucket_bytes": written})
+    assert (config.prefetch_bytes, config.bucket_bytes) == (num_bytes, num_bytes)
+    assert type(config.prefetch_bytes) is int
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["64 megabytes", "5ib", "64M", "-1", "-1MiB", "1e999", "9e18GiB", 2**63, "1.5", "", True, float("nan"), None, []],
+)
+def test_byte_sizes_that_are_none_are_refused(written: object) -> None:
+    with pytest.raises(ConfigError, match=r"^given: key 'prefetch_bytes': .* is not a number of bytes; use .*64MiB"):
+        ZeroConfig.from_dict({"prefetch_bytes": written}, source="given")
+
+
+def test_byte_sizes_zero_prefetches_nothing_but_is_no_bucket() -> None:
+    assert ZeroConfig(prefetch_bytes=0).prefetch_bytes == 0
+    with pytest.raises(ConfigError, match="key 'bucket_bytes': 0 is not a number of bytes"):
+        ZeroConfig(bucket_bytes=0)
+
+
+@pytest.mark.parametrize("written", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_dtype_aliases_become_one_name(written: Any) -> None:
+    config = ZeroConfig(compute_dtype=written, reduce_dtype=written)
+    assert (config.compute_dtype, config.reduce_dtype) == ("bfloat16", "bfloat16")
+
+
+def test_dtype_fp32_is_float32_for_every_dtype_field() -> None:
+    config = ZeroConfig.from_dict({"compute_dtype": "fp32", "master_dtype": torch.float32, "reduce_dtype": "fp32"})
+    assert {config.compute_dtype, config.master_dtype, config.reduce_dtype} == {"float32"}
+
+
+@pytest.mark.parametrize("written", ["float16", "fp16", torch.float16])
+@pytest.mark.parametrize("key", ["compute_dtype", "master_dtype", "reduce_dtype"])
+def test_dtype_float16_is_refused_with_a_way_out(key: str, written: object) -> None:
+    with pytest.raises(ConfigError, match=f"key '{key}': .*not supported yet; use bfloat16"):
+        ZeroConfig.from_dict({key: written})
+
+
+@pytest.mark.parametrize(
+    ("written", "grouping"),
+    [
+        ("auto", UnitGrouping()),
+        (["LlamaDecoderLayer"], UnitGrouping(class_names=("LlamaDecoderLayer",))),
+        (("A", "B"), UnitGrouping(class_names=("A", "B"))),
+        ({"min_numel": 1_000_000}, UnitGrouping(min_numel=1_000_000)),
+        ({"min_numel": "1e6"}, UnitGrouping(min_numel=1_000_000)),
+    ],
+)
+def test_units_forms(written: object, grouping: UnitGrouping) -> None:
+    assert ZeroConfig.from_dict({"units": written}).units == grouping
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["LlamaDecoderLayer", [], [3], ["not a name"], {"min_numel": 0}, {"min_numel": None}, {"min_size": 3}, {}, 7, None],
+)
+def test_units_that_are_none_are_refused(written: object) -> None:
+    with pytest.raises(ConfigError, match="key 'units"):
+        ZeroConfig.from_dict({"units": written})
+
+
+def test_units_of_two_kinds_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="both class names and min_numel"):
+        UnitGrouping(class_names=("Block",), min_numel=10)
+
+
+@pytest.mark.parametrize("names", ["Block", {"Block"}, 3])
+def test_units_class_names_must_be_a_list(names: Any) -> None:
+    with pytest.raises(ConfigError, match="is not a list of class names"):
+        UnitGrouping(class_names=names)
+
+
+@pytest.mark.parametrize("name", ["quantised", "quantized"])
+def test_collectives_that_do_not_exist_yet_list_those_that_do(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' does not exist yet; use one of auto, native, pairwise"):
+        ZeroConfig.from_dict({"collectives": name})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("stage", 4),
+        ("stage", -1),
+        ("stage", True),
+        ("stage", "3"),
+        ("stage", 2.0),
+        ("stage", None),
+        ("stage", [3]),
+        ("keep_whole_numel", -1),
+        ("keep_whole_numel", 1.5),
+        ("keep_whole_numel", False),
+        ("keep_whole_numel", 10**400),
+        ("compute_dtype", "int8"),
+        ("compute_dtype", {"a": 1}),
+        ("master_dtype", "bfloat16"),
+        ("reduce_dtype", None),
+        ("gradient_reduction", "average"),
+        ("collectives", ["native"]),
+        ("timeout_s", 0),
+        ("timeout_s", float("inf")),
+        ("timeout_s", "soon"),
+        ("timeout_s", True),
+        ("reduce_scatter", "false"),
+        ("reduce_scatter", 0),
+        ("reduce_scatter", "to owner"),
+        ("reduce_scatter", ["to_owner"]),
+        ("reshard_after_forward", "false"),
+        ("reshard_after_forward", 0),
+        ("expected_world_size", 0),
+        ("expected_world_size", True),
+        ("expected_world_size", 2.0),
+    ],
+)
+def test_wrong_value_names_source_and_key(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^my.yaml: key '{key}': "):
+        ZeroConfig.from_dict({key: value}, source="my.yaml")
+
+
+@given(
+    key=st.sampled_from([field.name for field in dataclasses.fields(ZeroConfig)]) | st.text(max_size=5) | st.integers(),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9) | st.integers(), inner),
+        max_leaves=6,
+    ),
+)
+def test_any_key_and_value_gives_a_config_or_a_config_error(key: Any, value: Any) -> None:
+    try:
+        config = ZeroConfig.from_dict({key: value})
+    except ConfigError:
+        return
+    assert ZeroConfig.from_dict(config.to_dict()) == config
+
+
+def test_unknown_key_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict({"prefetch_byte": 1}, source="configs/zero3.yaml")
+    assert str(caught.value) == "configs/zero3.yaml: unknown key 'prefetch_byte'; did you mean 'prefetch_bytes'?"
+
+
+def test_unknown_key_without_a_near_one_lists_the_keys() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'training'; the keys are stage, units, .*expected_world_size"):
+        ZeroConfig.from_dict({"stage": 1, "training": {}})
+
+
+def test_unknown_key_of_deepspeed_says_our_name_or_forbids_the_mix() -> None:
+    with pytest.raises(ConfigError, match="'reduce_bucket_size': that is DeepSpeed's name; here it is 'bucket_bytes'"):
+        ZeroConfig.from_dict({"stage": 2, "reduce_bucket_size": 5e8})
+    with pytest.raises(ConfigError, match="'zero_optimization': it belongs to the DeepSpeed format"):
+        ZeroConfig.from_dict({"stage": 2, "zero_optimization": {}})
+
+
+def test_reshard_after_forward_false_needs_sharded_parameters() -> None:
+    assert ZeroConfig(stage=3, reshard_after_forward=False).reshard_after_forward is False
+    for stage in (0, 1, 2):
+        assert ZeroConfig(stage=stage, reshard_after_forward=True).reshard_after_forward is True
+        with pytest.raises(ConfigError, match=f"False has no effect in stage {stage}"):
+            ZeroConfig(stage=stage, reshard_after_forward=False)
+
+
+def test_reduce_scatter_needs_rows_to_reduce_to() -> None:
+    assert ZeroConfig(stage=0, reduce_scatter=True).reduce_scatter is True
+    for choice in (False, "to_owner"):
+        assert all(ZeroConfig(stage=stage, reduce_scatter=choice).reduce_scatter == choice for stage in (1, 2, 3))
+        with pytest.raises(ConfigError, match=f"'reduce_scatter': {choice!r} has no effect in stage 0"):
+            ZeroConfig(stage=0, reduce_scatter=choice)
+
+
+def test_replace_validates_again_and_knows_its_keys() -> None:
+    config = ZeroConfig(stage=1)
+    assert config.replace(stage=2, prefetch_bytes="1MiB") == ZeroConfig(stage=2, prefetch_bytes=MIB)
+    with pytest.raises(ConfigError, match="key 'stage': 9"):
+        config.replace(stage=9)
+    with pytest.raises(ConfigError, match="did you mean 'stage'"):
+        config.replace(stages=2)
+
+
+def test_config_and_import_are_frozen_and_fields_are_named() -> None:
+    imported = read_deepspeed({"zero_optimization": {}})
+    frozen: list[tuple[Any, str]] = [(ZeroConfig(), "stage"), (imported, "config"), (imported.rows[0], "key")]
+    for instance, name in [*frozen, (ZeroConfig().policy, "shards_optimizer"), (UnitGrouping(), "min_numel")]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(instance, name, None)
+    with pytest.raises(TypeError):
+        ZeroConfig(3)  # type: ignore[call-arg]
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
+
+def test_load_takes_every_kind_of_source(tmp_path: Path) -> None:
+    expected = ZeroConfig(stage=2, timeout_s=5)
+    plain = {"stage": 2, "timeout_s": 5}
+    yaml_path = write(tmp_path, "zero.yaml", "stage: 2\ntimeout_s: 5\n")
+    json_path = write(tmp_path, "zero.json", "\ufeff" + json.dumps(plain))  # editors on Windows add the mark
+    for source in (expected, plain, yaml_path, str(json_path), ' {"stage": 2, "timeout_s": 5}'):
+        assert ZeroConfig.load(source) == expected
+    assert ZeroConfig.from_file(yaml_path) == expected
+    assert ZeroConfig.load(yaml_path, stage=1) == expected.replace(stage=1)
+    assert ZeroConfig.load(expected, stage=1) == expected.replace(stage=1)
+
+
+def test_load_override_mistakes_name_the_source(tmp_path: Path) -> None:
+    path = write(tmp_path, "zero.yaml", "stage: 3\nreshard_after_forward: false\n")
+    with pytest.raises(ConfigError, match=r"zero\.yaml, with the given overrides: key 'reshard_after_forward'"):
+        ZeroConfig.load(path, stage=2)
+
+
+def test_load_none_reads_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_CONFIG", str(write(tmp_path, "zero.yml", "stage: 1")))
+    assert ZeroConfig.load(None) == ZeroConfig(stage=1)
+    monkeypatch.setenv("HF_ZERO_CONFIG", str(write(tmp_path, "bad.yml", "stage: 8")))
+    with pytest.raises(ConfigError, match=r"^HF_ZERO_CONFIG=.*bad\.yml: key 'stage': 8"):
+        ZeroConfig.load()
+    monkeypatch.setenv("HF_ZERO_CONFIG", "")
+    with pytest.raises(ConfigError, match="the environment variable HF_ZERO_CONFIG is not set"):
+        ZeroConfig.load()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "stage: 3\nunits: [A\n", r"a\.yaml: is not YAML: line 3, column 1: "),
+        ("a.yaml", "stage: 3\nstage: 2\n", r"a\.yaml: is not YAML: line 2, column 1: key 'stage' is written twice"),
+        ("a.yaml", "units:\n  min_numel: 1\n  min_numel: 2\n", "line 3, column 3: key 'min_numel' is written twice"),
+        ("a.yaml", "? [a]\n: 1\n", "is not YAML: line 1, column 3: found unhashable key"),
+        ("a.yaml", "stage: 2026-13-45\n", "cannot be read as YAML: month must be in 1..12"),
+        ("a.yaml", "stage: \0", "cannot be read as YAML"),
+        ("a.yaml", "- stage\n", "holds a list, not keys with values"),
+        ("a.yaml", "", "holds a NoneType, not keys with values"),
+        ("a.yaml", "3: stage\n", "key 3 is not a word"),
+        ("a.json", '{"stage": 3,\n "units" "auto"}', r"a\.json: is not JSON: line 2, column 10: "),
+        ("a.json", '{"stage": 3, "stage": 2}', "key 'stage' is written twice"),
+        ("a.json", "[" * 100_000, "cannot be read as JSON"),
+        ("a.json", '{"stage": NaN}', "key 'stage': nan"),
+        ("a.toml", "stage = 3", r"is not a configuration file; its name must end in \.yaml, \.yml or \.json"),
+    ],
+)
+def test_broken_file_is_one_error_with_its_place(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ZeroConfig.load(write(tmp_path, name, text))
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file \(the working directory is "):
+        ZeroConfig.load(tmp_path / "nowhere.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.yaml.*cannot be read"):
+        ZeroConfig.load(tmp_path / "folder.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"units: [\xe9]")
+    with pytest.raises(ConfigError, match=r"latin\.yaml.*cannot be read"):
+        ZeroConfig.load(tmp_path / "latin.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ZeroConfig.load("nul\0.yaml")
+
+
+@pytest.mark.parametrize("source", [3, ["stage"], b"zero.yaml", object()])
+def test_load_refuses_what_is_no_source(source: Any) -> None:
+    with pytest.raises(ConfigError, match="is not a configuration; use "):
+        ZeroConfig.load(source)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_shipped_configs_are_their_stage_with_default_values(stage: int) -> None:
+    path = ROOT / "configs" / f"zero{stage}.yaml"
+    assert ZeroConfig.load(path) == ZeroConfig(stage=stage)
+    keys = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(line.split("#")[1:] for line in keys), "every key has its explanation on its line"
+
+
+def test_shipped_accelerate_configs_are_what_accelerate_reads() -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    sizes = {}
+    for path in sorted((ROOT / "configs" / "accelerate").glob("*.yaml")):
+        config = load_config_from_file(str(path))
+        sizes[path.stem] = (config.num_machines, config.num_processes, config.use_cpu, str(config.distributed_type))
+    multi = "DistributedType.MULTI_GPU"
+    assert sizes == {"cpu2": (1, 2, True, multi), "gpu8": (1, 8, False, multi), "gpu8x2": (2, 16, False, multi)}
+
+
+def test_import_of_config_loads_neither_torch_nor_yaml() -> None:
+    # The package itself is replaced by an empty one, so that only what config.py asks for is imported.
+    program = (
+        "import sys, types; package = types.ModuleType('hf_zero'); package.__path__ = ['hf_zero'];"
+        "sys.modules['hf_zero'] = package; import hf_zero.config.zero_config;"
+        "print([name for name in ('torch', 'yaml', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

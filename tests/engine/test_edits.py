@@ -1,0 +1,112 @@
+"""Values that come from outside the engine: state dicts, edits in place, optimizers made too early."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import hf_zero as zero
+from tests.engine.twins import ALL_STAGES, Net, Twins, assert_same, batch, square_loss, whole
+from tests.ranks import on_ranks, run_ranks
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_state_dict_holds_rows_without_communication(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    calls = twins.engine.world.ledger.total().calls
+    state = twins.model.state_dict()
+    assert twins.engine.world.ledger.total().calls == calls
+    assert list(state) == list(twins.reference.state_dict())
+    for name, expected in twins.reference.state_dict().items():
+        assert isinstance(state[name], DTensor) == (stage > 0)
+        torch.testing.assert_close(whole(state[name]), expected)
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_load_state_dict_takes_whole_and_sharded_values(stage: int) -> None:
+    torch.manual_seed(1)
+    other = Net()
+    twins = Twins(stage)
+    twins.step()
+    sharded = copy.deepcopy(other)
+    zero.shard_model(sharded, zero.ZeroConfig(stage=stage))
+    for state in (other.state_dict(), sharded.state_dict()):
+        twins.model.load_state_dict(state)
+        twins.reference.load_state_dict(other.state_dict())
+        assert_same(twins.model, twins.reference)
+        twins.assert_same_output()
+        twins.step(2)
+
+
+def _load_wrong_state(stage: int) -> list[str]:
+    twins = Twins(stage)
+    messages = []
+    for key, value in (("blocks.0.up.weight", torch.zeros(12, 5)), ("no.such", torch.zeros(1)), ("head.bias", None)):
+        state = twins.reference.state_dict()
+        state.pop(key, None)
+        if value is not None:
+            state[key] = value
+        with pytest.raises(RuntimeError) as caught:
+            twins.model.load_state_dict(state)
+        assert key in str(caught.value)
+        messages.append(str(caught.value))
+    twins.step()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_load_state_dict_with_mistakes_raises_alike_on_all_ranks(stage: int) -> None:
+    left, right = run_ranks(_load_wrong_state, 2, stage)
+    assert left == right
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_load_state_dict_with_assign_is_refused(stage: int) -> None:
+    twins = Twins(stage)
+    state = {name: torch.zeros_like(value) for name, value in twins.reference.state_dict().items()}
+    with pytest.raises(zero.UsageError, match="assign"):
+        twins.model.load_state_dict(state, assign=True)
+    twins.step()
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_edit_in_place_needs_mark_dirty_and_then_has_the_right_values(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    for model in (twins.model, twins.reference):
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(0.5)
+            model.head.bias.fill_(1.0)
+    if stage in (1, 2):
+        with pytest.raises(zero.PartitionError, match=r"'blocks.1.up.weight'.*mark_dirty"):
+            twins.model(twins.own())
+    zero.mark_dirty(twins.model)
+    twins.assert_same_output()
+    twins.step(2)
+
+
+def test_mark_dirty_of_a_plain_model_raises() -> None:
+    with pytest.raises(zero.PartitionError, match="shard_model"):
+        zero.mark_dirty(Net())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_optimizer_made_before_partitioning_raises_at_its_first_step(stage: int) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero.shard_model(model, zero.ZeroConfig(stage=stage))
+    square_loss(model, batch(dist.get_rank(), 0)).backward()
+    with pytest.raises(zero.PartitionError, match=r"enter\.weight"):
+        optimizer.step()
+    other = nn.Linear(2, 2)  # an optimizer of somebody else is left alone
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=1.0).step()

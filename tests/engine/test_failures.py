@@ -1,0 +1,144 @@
+"""Exceptions on one rank or all, ranks that die or call other units: named errors, and a clean next step."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_zero as zero
+from tests.engine.twins import ALL_STAGES, SHORT_S, Net, Twins, square_loss
+from tests.ranks import RankFailure, on_ranks, run_ranks
+
+
+class _Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: "Fragile") -> Tensor:
+        ctx.net = net
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.net.breaks_in == "backward":
+            raise ZeroDivisionError("a fault in backward")
+        return gradient, None
+
+
+class Fragile(Net):
+    """Breaks between its second and third block where `breaks_in` says so."""
+
+    breaks_in = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.enter(x)))
+        if self.breaks_in == "forward":
+            raise ZeroDivisionError("a fault in forward")
+        return self.head(self.blocks[2](_Fuse.apply(x, self)))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@ALL_STAGES
+@on_ranks(2)
+def test_step_after_an_exception_on_all_ranks_is_clean(stage: int, where: str) -> None:
+    twins = Twins(stage, Fragile)
+    for _ in range(2):
+        twins.model.breaks_in = where
+        with pytest.raises(ZeroDivisionError):
+            square_loss(twins.model, twins.own()).backward()
+        twins.model.breaks_in = ""
+        twins.optimizers[0].zero_grad()
+        twins.step(2)
+    assert twins.engine.memory.bytes == 0
+
+
+def _one_rank_breaks(stage: int, where: str) -> None:
+    twins = Twins(stage, Fragile, timeout_s=20.0)
+    twins.step()
+    if twins.rank == 1:
+        twins.model.breaks_in = where
+    square_loss(twins.model, twins.own()).backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@ALL_STAGES
+def test_exception_on_one_rank_is_a_named_error_on_the_other(stage: int, where: str) -> None:
+    left, right = run_ranks(_one_rank_breaks, 2, stage, where, expect_failure=True)
+    assert isinstance(right, RankFailure) and right.type_name == "ZeroDivisionError"
+    assert isinstance(left, RankFailure) and left.type_name == "CollectiveError"
+    assert "rank 1" in left.message
+
+
+def _one_rank_dies(stage: int) -> None:
+    twins = Twins(stage, timeout_s=20.0)
+    twins.step()
+    if twins.rank == 1:
+        os._exit(3)
+    square_loss(twins.model, twins.own()).backward()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rank_that_dies_is_named_by_those_that_wait(stage: int) -> None:
+    left, right = run_ranks(_one_rank_dies, 2, stage, expect_failure=True)
+    assert isinstance(right, RankFailure) and right.type_name == "RankDied"
+    assert isinstance(left, RankFailure) and left.type_name == "CollectiveError"
+    assert "lost rank 1" in left.message
+
+
+def _one_rank_alone(what: str) -> str:
+    twins = Twins(3, timeout_s=SHORT_S)
+    twins.step()
+    if twins.rank == 0:
+        with pytest.raises(zero.CollectiveError, match="rank 1") as caught:
+            twins.model(twins.own()) if what == "forward" else twins.model.load_state_dict(twins.reference.state_dict())
+        return str(caught.value)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["forward", "load_state_dict"])
+def test_call_on_one_rank_only_names_the_missing_rank(what: str) -> None:
+    message, _ = run_ranks(_one_rank_alone, 2, what)
+    assert ("load_state_dict" if what == "load_state_dict" else "gather of 'enter'") in message
+
+
+class Branching(Net):
+    """Calls its blocks in the order given."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def _calls_differ(order: tuple[int, ...], prefetch_bytes: int) -> str:
+    twins = Twins(3, Branching, timeout_s=SHORT_S, prefetch_bytes=prefetch_bytes)
+    twins.step(2)  # so that there is an order to prefetch in
+    orders = ((0, 1, 2), order)
+    twins.model.order = orders[twins.rank]
+    try:
+        square_loss(twins.model, twins.own()).backward()
+    except zero.CollectiveError as error:
+        return str(error)
+    for rank in range(2):
+        twins.reference.order = orders[rank]
+        (square_loss(twins.reference, twins.draw(rank, twins.steps_done)) / 2).backward()
+    twins.update()
+    return "right"
+
+
+_ORDERS = pytest.mark.parametrize("order", [(0, 2), (1, 0, 2), (0, 1, 2, 2)], ids=["skipped", "swapped", "twice"])
+
+
+@_ORDERS
+def test_ranks_that_call_other_units_name_each_other(order: tuple[int, ...]) -> None:
+    messages = run_ranks(_calls_differ, 2, order, 0)
+    assert "rank 1 in gather of " in messages[0] and "rank 0 in gather of " in messages[1]
+
+
+@_ORDERS
+def test_ranks_that_call_other_units_never_see_other_weights_where_all_are_prefetched(order: tuple[int, ...]) -> None:
+    messages = run_ranks(_calls_differ, 2, order, 2**20)
+    assert messages == ["right", "right"] or "right" not in messages

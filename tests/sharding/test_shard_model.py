@@ -1,0 +1,133 @@
+"""Models, configurations and ranks that cannot be partitioned together raise on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_zero as zero
+from tests.engine.twins import ALL_STAGES, SHORT_S, Net, Twins, batch, square_loss
+from tests.ranks import on_ranks, run_ranks
+
+
+class DeepSpeedEngine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Net()
+
+
+def _complex(trains: bool) -> nn.Module:
+    net = Net()
+    net.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=trains)
+    return net
+
+
+def _on_two_devices() -> nn.Module:
+    net = Net()
+    net.head.to("meta")
+    return net
+
+
+def _quantised() -> nn.Module:
+    net = Net()
+    net.is_quantized = True
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (DeepSpeedEngine, "DeepSpeedEngine"),
+        (lambda: nn.DataParallel(Net()), "DataParallel"),
+        (lambda: Net().to("meta"), "meta"),
+        (_on_two_devices, "several devices"),
+        (lambda: _complex(True), "phase is complex"),
+        (_quantised, "quantised"),
+    ],
+    ids=["deepspeed", "data_parallel", "meta", "two_devices", "complex", "quantised"],
+)
+def test_model_that_cannot_be_partitioned_raises(make: Callable[[], nn.Module], message: str) -> None:
+    model = make()
+    before = list(model.parameters())
+    with pytest.raises(zero.PartitionError, match=message):
+        zero.shard_model(model, zero.ZeroConfig(stage=3))
+    assert all(left is right for left, right in zip(before, model.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_model_wrapped_by_ddp_or_fsdp_raises() -> None:
+    for model in (DistributedDataParallel(Net()), fully_shard(Net())):
+        with pytest.raises(zero.PartitionError, match=r"DistributedDataParallel|FSDPModule"):
+            zero.shard_model(model, zero.ZeroConfig(stage=3))
+
+
+class Phased(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.exp(1j * torch.arange(3.0)), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * self.phase).real)
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_frozen_complex_parameter_works(stage: int) -> None:
+    twins = Twins(stage, Phased)
+    twins.step(2)
+
+
+def _wrong_config(changes: dict[str, Any]) -> str:
+    model = Net()
+    with pytest.raises(zero.ConfigError) as caught:
+        zero.shard_model(model, zero.ZeroConfig(stage=3, **changes))
+    assert not any(isinstance(p, DTensor) for p in model.parameters()), "the model was left half partitioned"
+    zero.shard_model(model, zero.ZeroConfig(stage=3))
+    square_loss(model, batch(0, 0)).backward()
+    return str(caught.value)
+
+
+def test_other_number_of_ranks_than_expected_raises() -> None:
+    assert all("expected_world_size is 4, but 2" in m for m in run_ranks(_wrong_config, 2, {"expected_world_size": 4}))
+
+
+def test_unknown_unit_class_raises_and_names_those_there_are() -> None:
+    for message in run_ranks(_wrong_config, 2, {"units": ["NoSuchClass"]}):
+        assert "NoSuchClass" in message and "Block" in message
+        assert "ModuleList" not in message  # which cannot be a unit
+
+
+@on_ranks(2)
+def test_ranks_with_different_configs_raise() -> None:
+    with pytest.raises(zero.ConfigError, match="rank"):
+        zero.shard_model(Net(), zero.ZeroConfig(stage=2 + dist.get_rank(), timeout_s=SHORT_S))
+
+
+@on_ranks(2)
+def test_ranks_with_different_models_raise() -> None:
+    model = Net()
+    if dist.get_rank() == 1:
+        model.blocks = model.blocks[:2]
+    with pytest.raises(zero.PartitionError, match="rank"):
+        zero.shard_model(model, zero.ZeroConfig(stage=3, timeout_s=SHORT_S))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@ALL_STAGES
+@on_ranks(2)
+def test_requires_grad_that_differs_between_ranks_raises_on_all(stage: int, when: str) -> None:
+    model = Net()
+    frozen = model.blocks[dist.get_rank()]  # as many parameters, with names as long, on both ranks
+    if when == "before":
+        frozen.requires_grad_(False)
+    with pytest.raises(zero.PartitionError, match="requires_grad"):
+        zero.shard_model(model, zero.ZeroConfig(stage=stage, timeout_s=SHORT_S))
+        if when == "after":
+            frozen.requires_grad_(False)
+        square_loss(model, batch(dist.get_rank(), 0)).backward()
