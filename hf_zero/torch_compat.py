@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hf_zero.layout import RowLayout, row_major
@@ -32,6 +32,12 @@ def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
     """A `DTensor` placed as `parameter` is, over `local`; a tenth of the cost of `DTensor.from_local`."""
     # Without `__init__`, which only has torch.compile look away, for longer than all the rest takes.
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
+
+
+def wrap_partial(whole: Tensor, parameter: DTensor, averages: bool) -> DTensor:
+    """A `DTensor` of the shape of `parameter`, whose value is the average (or sum) of all ranks' `whole`, not computed yet."""
+    kind = "avg" if averages else "sum"
+    return DTensor.from_local(whole, parameter.device_mesh, [Partial(kind)], run_check=False)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -135,6 +141,43 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[list[dist.Work]]:
         dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # torch would collect for ever
         raise
     works += manager.works
+
+
+def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Let autograd save tensors by `pack` from now on: `torch.autograd.graph.saved_tensors_hooks` without a block."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def top_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks that save tensors now, if there are any."""
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else (top[0], top[1])
+
+
+def pop_saved_tensor_hooks(pack: Callable[[Tensor], Any]) -> None:
+    """Undo `push_saved_tensor_hooks`, if its hooks are still on top."""
+    top = top_saved_tensor_hooks()
+    if top is not None and top[0] == pack:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storages hold the memory of `storage`, in Python and in C++."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def gradient_node(leaf: Tensor) -> Any:
+    """The node of the graph that adds to `.grad` of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward reaches `node`.
+
+    Raises:
+        RuntimeError: the backward is one of `torch.autograd.grad`, and the node belongs to a leaf asked for.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def is_profiling() -> bool:

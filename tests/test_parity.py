@@ -591,14 +591,14 @@ def gradients_for_unused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgotten_micro_batch() -> Iterator[None]:
-    """Of the micro-batches before the last, the last one replaces the others."""
-    original = parameter.ZeroParameter.add_whole_grad
+    """The last micro-batch of a step replaces those before it."""
+    original = parameter.ZeroParameter.take_whole_grad
 
-    def add_whole_grad(self: Any, grad: Tensor, dtype: torch.dtype) -> None:
-        self.whole_grad = None
-        original(self, grad, dtype)
+    def take_whole_grad(self: Any) -> Tensor | None:
+        self.param.grad = None
+        return original(self)
 
-    with mock.patch.object(parameter.ZeroParameter, "add_whole_grad", add_whole_grad):
+    with mock.patch.object(parameter.ZeroParameter, "take_whole_grad", take_whole_grad):
         yield
 
 

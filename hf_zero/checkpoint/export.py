@@ -104,7 +104,7 @@ def save_whole(
     if is_alone and world.share(writes, "who writes") and write_model(model, Path(save_directory), world, **kwargs):
         return
     if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
-        state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model))
+        state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
     problem = None
     if writes:
         problem = attempt(lambda: original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs))
@@ -112,9 +112,20 @@ def save_whole(
     world.raise_together(problem, f"saving {save_directory}", CheckpointError)
 
 
-def _names_to_save(model: nn.Module) -> set[str] | None:
-    """Only what is trained, for a model with adapters, which saves nothing else; everything otherwise."""
-    if not hasattr(model, "peft_config"):
+def _names_to_save(model: nn.Module, options: dict[str, Any]) -> set[str] | None:
+    """What PEFT would write of a model with adapters, found by letting it choose among the rows; everything otherwise."""
+    adapters: Any = getattr(model, "peft_config", None)
+    if not adapters:
         return None
-    frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
-    return {name for name in model.state_dict() if name not in frozen}
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict()
+    name_of = {id(value): name for name, value in state.items()}
+    layers = options.get("save_embedding_layers", "auto")
+    chosen: set[str] = set()
+    for adapter in adapters:
+        found = get_peft_model_state_dict(model, dict(state), adapter, save_embedding_layers=layers)
+        if any(id(value) not in name_of for value in found.values()):
+            return None  # computed for saving
+        chosen |= {name_of[id(value)] for value in found.values()}
+    return chosen

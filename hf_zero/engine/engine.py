@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import weakref
@@ -11,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
 from hf_zero.engine.grouping import Found, find_parameters, group
-from hf_zero.engine.hooks import Call, Entry, Hook, watch_plain_gradients
-from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.hooks import Call, Entry, Hook, outdated, watch_plain_gradients
+from hf_zero.engine.parameter import ZeroParameter, at_rest_id
+from hf_zero.engine.partitioned_tensor import forget_owner, grad_hooks, post_accumulate_hooks, set_owner
+from hf_zero.engine.reading import Read, ReadableParameters, connected, in_graph, is_running, tensors_in
 from hf_zero.engine.reduction import LocalReducer, Reducer, WholeReducer, ways
 from hf_zero.engine.schedule import GatherOrder, first_uses
 from hf_zero.engine.state_dict import CutStateDict
-from hf_zero.engine.unit import GatheredMemory, Residency, Unit
+from hf_zero.engine.unit import GatheredMemory, Lease, Residency, Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError, UsageError
 
@@ -36,6 +38,11 @@ class _Session:
     def __init__(self, reducer: Reducer | LocalReducer | None, on_break: Callable[[_Session], None]) -> None:
         self.reducer = reducer
         self.has_gradients = False
+        self.leases: list[Lease] = []  # of units that autograd's saved tensors need, see [Note: saved weights]
+        self.accumulated: dict[ZeroParameter, None] = {}  # under `no_sync`
+        self.hooked: dict[
+            Unit, dict[int, Tensor]
+        ] = {}  # gradients that wait for users' hooks, until all of them are there
         self.open_calls: set[Call] = set()
         self._token = _Token()
         self.token = weakref.ref(self._token, lambda _: on_break(self))
@@ -78,6 +85,7 @@ class ZeroEngine:
         self.world = world
         self.number = next(_numbers)
         self._copied_as = copied_as
+        self.is_closed = False
         self.memory = GatheredMemory()
         self.units: list[Unit] = []
         self._model = weakref.ref(model)
@@ -89,13 +97,20 @@ class ZeroEngine:
         self._reduction_order: list[int] = []
         self.kept_for_backward: set[int] = set()
         self._watched: set[int] = set()
-        self._root_depth = 0
+        self._roots: list[nn.Module] = []  # whose forwards are under way: the model, or parts that hold units
+        self._reads: dict[
+            tuple[int, bool], Tensor
+        ] = {}  # (id(ZeroParameter), in the graph): what was read outside its call
+        self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
+        self._is_stepping = False
         self._is_syncing = True
         with torch.inference_mode(False):
             self.anchor = torch.zeros((), device=world.device, requires_grad=True)
             self.parameters = [self._known(found) for found in find_parameters(model)]
             self._ways = ways(self.parameters, world)
+            self._anchor_node = torch_compat.gradient_node(self.anchor)
             self._by_param = {id(p.param): p for p in self.parameters}
+            self._unit_of: dict[int, Unit] = {}
             self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
             self._build(model)
         _live_engines.add(self)
@@ -115,6 +130,7 @@ class ZeroEngine:
             layout=layout,
             rank=world.rank,
             compute_dtype=world.precision.compute_for(made_in),
+            averages=world.config.gradient_reduction == "mean",
             aliases=found.names[1:],
         )
 
@@ -128,11 +144,15 @@ class ZeroEngine:
                 self._watch_plain_gradients()
         else:
             self._build_units(model)
-        hook = Hook(self._enter_root, copied_as=self._copied_as)
-        self._handles.insert(0, model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        self._handles.append(
-            model.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
-        )
+            for p in self.parameters:
+                set_owner(p.param, self)
+        for module in _roots_of(model, [entry.module for entry in self._entries]):
+            hook = Hook(self._enter_root, copied_as=self._copied_as if module is model else None)
+            self._handles.insert(0, module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            self._handles.append(
+                module.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
+            )
+        self._structure = _structure_of(model)
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         after_load = Hook(self._after_load)
         self._handles.append(model.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
@@ -144,6 +164,7 @@ class ZeroEngine:
             members = [self._by_param[id(found.param)] for found in part.params]
             unit = Unit(index, part.name, members, part.entries, self.world, self.memory)
             self.units.append(unit)
+            self._unit_of.update({id(p): unit for p in members})
             for module in part.entries:
                 by_entry.setdefault(id(module), (module, []))[1].append(unit)
         for key, (module, units) in by_entry.items():
@@ -155,13 +176,19 @@ class ZeroEngine:
         for unit in self.units:
             if unit.keeps_whole:
                 unit.start_gather()
-        self._remember_versions()
+        for module in {id(module): module for p in self.parameters for module, _ in p.locations}.values():
+            module._parameters = ReadableParameters(self, module._parameters)
 
     def close(self) -> None:
         """Remove every hook; parameters stay as they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for p in self.parameters:
+            forget_owner(p.param, self)
+            for module, _ in p.locations:
+                module._parameters = dict(module._parameters)
+        self.is_closed = True
         model = self._model()
         if model is not None and model.__dict__.get("_zero_engine") is self:
             del model.__dict__["_zero_engine"]
@@ -201,36 +228,137 @@ class ZeroEngine:
         entry = self._entry_of.get(id(module))
         return None if entry is None else entry._before(module, args, kwargs)
 
-    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._root_depth += 1
-        if self._root_depth > 1 or torch_compat.in_backward():
-            return
+    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._roots and is_running(self._roots[0]) < self._roots.count(self._roots[0]) + (module is self._roots[0]):
+            self._abandon_forward()  # see `settle`
+        self._roots.append(module)
+        if len(self._roots) > 1 or torch_compat.in_backward():
+            return None
         self._recover()
+        model = self._model()
+        if module is model and self._structure != _structure_of(module):
+            return self._start_anew(module, args, kwargs)
+        self._check_dtypes()
+        if self._is_stepping:  # an optimizer's step that raised
+            self._edited.update(dict.fromkeys(self.parameters))
         for entry in self._entries:
-            entry.reset()
+            entry.reset(self)
         self._drop_gathered()  # if the last forward had no backward, or failed on some ranks only
-        self._check_versions()
+        self._flush_edits()
         if self._whole_reducer is not None:
             self._watch_plain_gradients()
-        self._order.begin("forward" if torch.is_grad_enabled() else "inference")
+        kind = "forward" if torch.is_grad_enabled() else "inference"
+        self._order.begin(kind if module is model else f"{kind} of {id(module)}")
+        return None
+
+    def _start_anew(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The model has other parameters than before: partition them, and run this forward under a new engine."""
+        self.close()
+        logger.info("the model has other parameters than when it was partitioned: they are partitioned now")
+        return None if self._copied_as is None else copy.deepcopy(self._copied_as)(module, args, kwargs)
+
+    def _check_dtypes(self) -> None:
+        for p in self.parameters:
+            if p.param.dtype != p.dtype_at_rest:
+                raise PartitionError(
+                    f"parameter {p.name!r} was cast from {p.dtype_at_rest} to {p.param.dtype} after the model was partitioned "
+                    "(`model.to(dtype)`, `.half()`, ...): cast the model before, or set compute_dtype and master_dtype"
+                )
 
     def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._root_depth = max(self._root_depth - 1, 0)
-        if self._root_depth or torch_compat.in_backward():
+        if self._roots:
+            self._roots.pop()
+        if self._roots or torch_compat.in_backward():
             return
+        self._reads.clear()
         if output is None:
             self._order.abandon()
         else:
             self._order.end()
         self._drop_gathered(but_kept=True)
         if torch.is_grad_enabled() and (self.units or self._whole_reducer):
-            for tensor in _tensors_with_graph(output):
-                tensor.register_hook(self._on_root_gradient)  # type: ignore[no-untyped-call]
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_root_gradient)  # type: ignore[no-untyped-call]
+
+    def _abandon_forward(self) -> None:
+        """Forget a forward that never came to its end."""
+        self._roots.clear()
+        self._reads.clear()
+        self._order.abandon()
+        for entry in self._entries:
+            entry.reset(self)
+
+    # --- reads outside a call: see [Note: whoever reads gets the whole] ---------------------------------------------
+
+    def read(self, param: Tensor) -> Tensor:
+        """The whole tensor of a parameter, while a forward or backward is under way; at rest, the parameter itself."""
+        p = self._by_param.get(id(param))
+        if p is None or not self._is_running():
+            return param
+        is_traced = self._is_traced(p)
+        known = self._reads.get((id(p), is_traced))
+        if known is None:
+            self._flush_edits()
+            unit = self._unit_of[id(p)]
+            whole = unit.read_whole(p)
+            known = in_graph(self, Read(p, unit.epoch), whole) if is_traced else whole
+            self._reads[id(p), is_traced] = known
+        return known
+
+    def _is_traced(self, p: ZeroParameter) -> bool:
+        return p.param.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+    def _is_running(self) -> bool:
+        if self._session is not None and not self._session.is_dead and torch_compat.in_backward():
+            return True
+        self.settle()
+        return bool(self._roots)
+
+    def settle(self) -> None:
+        """Put everything at rest, if a forward was under way that Ctrl-C has ended: torch does not run its hooks then."""
+        if self._roots and not is_running(self._roots[0]):
+            self._abandon_forward()
+
+    def whole_at_rest(self, param: Tensor) -> Tensor:
+        """See `Owner.whole_at_rest`."""
+        p = self._by_param[id(param)]
+        unit = self._unit_of[id(p)]
+        return in_graph(self, Read(p, unit.epoch), self.world.gather_whole(p.local, p.layout, "whole parameters"))
+
+    def on_read_gradient(self, read: Read, gradient: Tensor) -> None:
+        """The gradient of a parameter that was read outside its module's call is there."""
+        if torch.is_grad_enabled():
+            _refuse_create_graph()
+        session = self._begin_session()
+        p, unit = read.parameter, self._unit_of[id(read.parameter)]
+        if read.epoch != unit.epoch:
+            raise outdated(unit.name)
+        if self._is_wanted(p):
+            session.has_gradients = True
+            self._hand_on(unit, {id(p): gradient}, session)
+
+    def make_whole_for_backward(self, unit: Unit, epoch: int) -> None:
+        """Autograd needs a saved view of a unit: let the unit be whole until this backward ends."""
+        if unit.epoch != epoch:
+            raise outdated(unit.name)
+        if unit.is_whole:
+            return
+        session = self._session
+        if session is not None and not session.is_dead:
+            session.leases.append(unit.acquire())
+        else:
+            self._begin_session().leases.append(unit.acquire())
+
+    def name_of(self, param: Tensor) -> str:
+        """See `Owner.name_of`."""
+        return self._by_param[id(param)].name
 
     def acquire(self, call: Call) -> None:
         """Make the units of a call whole, and start to gather those that will be needed next."""
         if self._session is not None and self._session.is_dead:
             self._recover()
+        self._flush_edits()
         for unit in call.units:
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
@@ -285,6 +413,7 @@ class ZeroEngine:
         if self._session is not None and self._session.is_dead:
             self._recover()
         if self._session is None:
+            self._flush_edits()
             self._session = _Session(self._make_reducer(), self._on_break)
             self._order.begin("backward")
             token = self._session.take_token()
@@ -350,7 +479,7 @@ class ZeroEngine:
         call.check_not_outdated()
         session.has_gradients = True
         for p, grad in zip(call.parameters, gradients, strict=True):
-            if grad is not None:
+            if grad is not None and self._is_wanted(p):
                 known = call.gradients.get(id(p))
                 call.gradients[id(p)] = grad if known is None else known + grad
         # A reentrant checkpoint inside the call runs a backward of its own: the rest of the call is still to come.
@@ -363,14 +492,44 @@ class ZeroEngine:
         gradients, call.gradients = call.gradients, {}
         for unit in call.units:
             found = {id(p): gradients[id(p)] for p in unit.parameters if id(p) in gradients}
-            if not found:
-                continue
-            if self.world.num_ranks > 1 and not self.world.config.policy.shards_gradients:
-                self._accumulate_whole(unit, found, session)
-            else:
-                assert session.reducer is not None
-                session.reducer.ready(unit, found)
+            if found:
+                self._hand_on(unit, found, session)
         self.on_call_backward_end(call)
+
+    def _is_wanted(self, p: ZeroParameter) -> bool:
+        """Whether the running backward is to give `p` a gradient: `backward(inputs=...)` names those that get one."""
+        try:
+            if torch_compat.will_run(self._anchor_node):
+                return True
+            leaf = connected(p)
+            return leaf is not None and torch_compat.will_run(torch_compat.gradient_node(leaf))
+        except RuntimeError as error:
+            raise UsageError(
+                f"torch.autograd.grad does not work for the partitioned parameter {p.name!r}, whose gradient is reduced over "
+                "the ranks: use `loss.backward()`, or `loss.backward(inputs=[...])`, and read `.grad`"
+            ) from error
+
+    def _hand_on(self, unit: Unit, found: dict[int, Tensor], session: _Session, is_last: bool = False) -> None:
+        """Accumulate or reduce gradients of a unit; those that users' hooks are to see wait until all have come."""
+        waits = unit in session.hooked or any(grad_hooks(p.param) for p in unit.parameters if id(p) in found)
+        if waits and not is_last:
+            waiting = session.hooked.setdefault(unit, {})
+            for key, grad in found.items():
+                waiting[key] = waiting[key] + grad if key in waiting else grad
+        elif self.world.num_ranks > 1 and not self.world.config.policy.shards_gradients:
+            self._accumulate_whole(unit, found, session)
+        else:
+            assert session.reducer is not None
+            session.reducer.ready(unit, found)
+
+    def _run_grad_hooks(self, session: _Session) -> None:
+        """Pass this rank's whole gradients through what users have registered, once a backward, as autograd does."""
+        for unit, waiting in session.hooked.items():
+            for p in unit.parameters:
+                for hook in grad_hooks(p.param) if id(p) in waiting else ():
+                    changed = hook(waiting[id(p)])
+                    waiting[id(p)] = waiting[id(p)] if changed is None else changed
+            self._hand_on(unit, waiting, session, is_last=True)
 
     def _accumulate_whole(self, unit: Unit, gradients: dict[int, Tensor], session: _Session) -> None:
         """Stages 0 and 1: gradients stay whole until the last backward of a step, and until the unit's last call."""
@@ -378,8 +537,9 @@ class ZeroEngine:
             if id(p) in gradients:
                 grad = gradients[id(p)]
                 p.add_whole_grad(grad, self.world.precision.reduce_for(grad.dtype))
+                session.accumulated[p] = None
                 if session.reducer is None:
-                    p.show_whole_grad()
+                    p.keep_whole_grad()
         if session.reducer is not None and all(getattr(call, "is_done", True) for call in unit.live_calls):
             self._reduce_whole(unit, session.reducer)
 
@@ -405,11 +565,17 @@ class ZeroEngine:
         if session is None:
             return
         self._finish_calls(session)
+        self._run_grad_hooks(session)
         self._order.end()
+        self._reads.clear()
         self._session = None
+        _give_back(session)
         if session.has_gradients:
             self._finish_gradients(session)
         self._drop_gathered()
+        for p in session.accumulated if session.reducer is None else session.reducer.given:
+            for hook in post_accumulate_hooks(p.param):
+                hook(p.param)
 
     def _finish_gradients(self, session: _Session) -> None:
         if self._whole_reducer is not None:
@@ -454,10 +620,12 @@ class ZeroEngine:
             call.gradients = {}
             self.on_call_backward_end(call)
         self._order.abandon()
+        self._reads.clear()
+        _give_back(session)
         for entry in self._entries:
             entry.backward_call = None
         for p in self.parameters:
-            p.drop_unshown_whole_grad()
+            p.drop_whole_grad()
         if session.reducer is not None:
             session.reducer.abandon()
         self._drop_gathered()
@@ -480,6 +648,15 @@ class ZeroEngine:
     def before_step(self) -> None:
         """An optimizer that holds parameters of this engine is about to step, on every rank."""
         self._before_write("the optimizer's step")
+        self._is_stepping = True
+
+    def before_edit(self, param: Tensor) -> None:
+        """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
+        p = self._by_param[id(param)]
+        if self._is_stepping or p.is_whole_elsewhere:
+            return  # of an optimizer; inside `GatheredParameters`
+        self._before_write(f"an edit of {p.name!r}")
+        self._edited[p] = None
 
     def _before_write(self, what: str) -> None:
         if self.world.collectives is not None and any(unit.is_shared for unit in self.units):
@@ -488,43 +665,30 @@ class ZeroEngine:
     def on_step(self, params: Iterable[Tensor]) -> None:
         """An optimizer that holds `params` has stepped, on every rank."""
         held = [p for p in map(self.find, params) if p is not None]
-        self._changed([p for p in held if p.param.requires_grad or p.param.grad is not None])
+        self._is_stepping = False
+        self.on_rows_changed([p for p in held if p.param.requires_grad or p.param.grad is not None])
         if held:
             self._drop_gathered()  # also units without anything that has changed
 
-    def mark_dirty(self) -> None:
-        """All ranks have changed parameters by hand: whole tensors kept in stages 1 and 2 must be gathered again."""
-        self._before_write("mark_dirty")
-        self._changed(self.parameters)
-
-    def _changed(self, changed: list[ZeroParameter]) -> None:
+    def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
+        """These parameters have new rows, on every rank: whole tensors are gathered again."""
         chosen = {id(p) for p in changed}
+        for p in self.parameters:
+            if id(p) in chosen:
+                self._edited.pop(p, None)
         for unit in map(self.units.__getitem__, first_uses(self._reduction_order)):
             members = [p for p in unit.parameters if id(p) in chosen]
             if members:
                 unit.changed(members)
-        self._remember_versions(changed)
 
-    def _remember_versions(self, changed: Iterable[ZeroParameter] | None = None) -> None:
-        for p in self.parameters if changed is None else changed:
-            p.version = p.param._version
+    def _flush_edits(self) -> None:
+        if self._edited:
+            self.on_rows_changed(list(self._edited))
 
-    def _check_versions(self) -> None:
-        """Parameters that were edited without a word would leave stages 1 and 2 training on old rows."""
-        for unit in self.units:
-            if not unit.keeps_whole:
-                continue
-            edited = [p for p in unit.parameters if p.param._version != p.version]
-            if not edited:
-                continue
-            if any(p.is_sharded for p in edited):
-                raise PartitionError(
-                    f"parameter {edited[0].name!r} was changed in place since the last step, so the other ranks' whole "
-                    "copies are old: change it inside `zero.GatheredParameters`, or call `zero.mark_dirty(model)` on "
-                    "every rank afterwards"
-                )
-            unit.changed(edited)
-            self._remember_versions(edited)
+    def mark_dirty(self) -> None:
+        """All ranks have changed the rows of parameters behind torch's back: whole tensors are gathered again."""
+        self._before_write("mark_dirty")
+        self.on_rows_changed(self.parameters)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self.mark_dirty()
@@ -541,9 +705,21 @@ def live_engines() -> list[ZeroEngine]:
     return sorted(_live_engines, key=lambda engine: engine.number)
 
 
-def _tensors_with_graph(output: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _roots_of(model: nn.Module, entries: list[nn.Module]) -> list[nn.Module]:
+    """The model, and the modules in it that hold entries: a forward of any of them is one of the model."""
+    inner = {id(entry) for entry in entries}
+    return [m for m in model.modules() if m is model or any(id(c) in inner for c in m.modules() if c is not m)]
+
+
+def _structure_of(model: nn.Module) -> list[list[int]]:
+    """Which parameters and modules every module of a model holds."""
+    return [[*map(at_rest_id, dict.values(m._parameters)), *map(id, m._modules.values())] for m in model.modules()]
+
+
+def _give_back(session: _Session) -> None:
+    for lease in session.leases:
+        lease.give_back()
+    session.leases.clear()
 
 
 def _refuse_create_graph() -> None:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_zero import torch_compat
-from hf_zero.comm.collectives import Rows
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.grouping import find_parameters
 from hf_zero.engine.parameter import put
@@ -47,16 +46,7 @@ def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
         raise UsageError("a DTensor that hf_zero did not make cannot be gathered here; use its full_tensor()")
     local = torch_compat.local_of(param)
     layout = world.layout_of(param)
-    if layout.num_ranks == 1:
-        return local.clone()
-    assert world.collectives is not None
-    flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
-    start, stop = layout.local_span_in_chunk(world.rank)
-    flat[start:stop] = local.reshape(-1)
-    world.collectives.gather([Rows(flat, layout)], "whole parameters").wait()
-    whole = flat[: layout.numel].view(layout.shape)
-    # In memory of its own: `save_pretrained` splits files by the bytes of storages.
-    return whole if layout.numel == layout.padded_numel else whole.clone()
+    return world.gather_whole(local, layout, "whole parameters")
 
 
 class GatheredParameters:
@@ -124,6 +114,7 @@ class GatheredParameters:
         for key, value in vars(param).items():
             if key not in vars(whole):
                 setattr(whole, key, value)
+        whole._zero_stands_for = param  # type: ignore[attr-defined]
         decides = self._modifier_rank is not None and world.rank == self._modifier_rank
         self._gathered.append(_Gathered(param, layout, world, whole, whole.detach().clone() if decides else None))
         places = _places_of(param, world)
@@ -141,7 +132,7 @@ class GatheredParameters:
         with torch.no_grad():
             changed = [item.param for item in gathered if self._write_back(item)]
         for engine in live_engines():
-            engine.on_step(changed)
+            engine.on_rows_changed(p for p in map(engine.find, changed) if p is not None)
 
     def _write_back(self, item: _Gathered) -> bool:
         """Keep this rank's rows of what has changed; whether anything has, on any rank."""

@@ -12,21 +12,26 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.reading import connected, is_running, replace_tensors, tensors_in
+from hf_zero.engine.saved import SavedWeights
 from hf_zero.engine.unit import Lease, Unit
 from hf_zero.errors import UsageError
 
 if TYPE_CHECKING:
     from hf_zero.engine.engine import ZeroEngine
 
+
+logger = logging.getLogger(__name__)
 
 _events = itertools.count()  # the order in which forwards of calls begin and end
 
@@ -46,6 +51,8 @@ class Call:
         self.has_function = False
         self.is_done = False  # its gradients have come, at least once
         self.session: object | None = None  # the backward in which they came last
+        self.saved_weights: SavedWeights | None = None  # while its forward runs
+        self.num_holders: list[int] = []  # of the memory of its releasable units, as its forward began
         self.gradients: dict[int, Tensor] = {}  # id(ZeroParameter) -> what has come of its whole gradient
         self.graph_task = -1  # the backward, or the one nested in it, in which the first gradient of an output came
         self.began = next(_events)
@@ -61,18 +68,23 @@ class Call:
         """Raise if a unit's parameters have changed since this call's forward."""
         for unit, epoch in zip(self.units, self.epochs, strict=True):
             if unit.epoch != epoch:
-                raise UsageError(
-                    f"the parameters of {unit.name!r} were changed (an optimizer step, or mark_dirty) after the forward "
-                    "that this backward belongs to: its saved values are gone; run the forward again"
-                )
+                raise outdated(unit.name)
+
+
+def outdated(unit: str) -> UsageError:
+    """The error of a backward whose forward saw other parameters."""
+    return UsageError(
+        f"the parameters of {unit!r} were changed (an optimizer step, or an edit by hand) after the forward that this "
+        "backward belongs to: its saved values are gone; run the forward again"
+    )
 
 
 class _Gather(torch.autograd.Function):
     """Hands out whole parameters; its backward gets all their gradients at once."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: Call, engine: ZeroEngine) -> tuple[Tensor, ...]:
-        ctx.call, ctx.engine = call, engine
+    def forward(ctx: Any, anchor: Tensor, call: Call, engine: ZeroEngine, *leaves: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.call, ctx.engine, ctx.num_leaves = call, engine, len(leaves)
         ctx.set_materialize_grads(False)
         tensors = engine.whole_tensors(call)
         frozen = [t for t, p in zip(tensors, call.parameters, strict=True) if not p.param.requires_grad]
@@ -80,24 +92,9 @@ class _Gather(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.engine.on_gradients(ctx.call, gradients)
-        return None, None, None
-
-
-class _BackwardEnd(torch.autograd.Function):
-    """Identity on the inputs of a call without trainable parameters; its backward is the last node of the call."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, engine: ZeroEngine, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.engine = call, engine
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.engine.on_call_backward_end(ctx.call)
-        return None, None, *gradients
+        return (None, None, None, *[None] * ctx.num_leaves)
 
 
 class Entry:
@@ -110,6 +107,7 @@ class Entry:
 
     def __init__(self, engine: ZeroEngine, module: nn.Module, units: list[Unit]) -> None:
         self.units = units
+        self.module = module
         self.reads_in_backward = reads_in_backward(module)
         self._keeps = self.reads_in_backward or not engine.world.config.reshard_after_forward
         self.backward_call: Call | None = None  # whose tensors are in the modules during backward
@@ -122,7 +120,9 @@ class Entry:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         engine = self._engine()
-        if engine is None or self.backward_call is not None or self._stack:
+        if self._stack and self.backward_call is None and is_running(module) <= len(self._stack):
+            self.reset(engine)  # a call that Ctrl-C has ended: torch does not run its hooks then
+        if engine is None or engine.is_closed or self.backward_call is not None or self._stack:
             # Recomputed inside its own backward, or called from within itself: the whole tensors are in place.
             self._stack.append(None)
             return None
@@ -137,16 +137,20 @@ class Entry:
         is_traced = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if is_traced and any(p.param.requires_grad for p in call.parameters):
             call.has_function = True
-            tensors = list(_Gather.apply(engine.anchor, call, engine))  # type: ignore[no-untyped-call]
+            leaves = [connected(p) for p in call.parameters]
+            tensors = list(_Gather.apply(engine.anchor, call, engine, *leaves))  # type: ignore[no-untyped-call]
             for unit in self.units:
                 unit.live_calls.add(call)
         else:
             tensors = engine.whole_tensors(call)
-            if is_traced:
-                args, kwargs = _mark_backward_end(call, engine, args, kwargs)
         self._stack[-1] = (call, tensors)
         engine.install(call, tensors)
-        return args, kwargs
+        releasable = [unit for unit in self.units if unit.is_releasable]
+        if releasable and is_traced:
+            call.saved_weights = SavedWeights(releasable, engine.make_whole_for_backward)
+        if releasable and (call.saved_weights is None or call.saved_weights.is_active):
+            call.num_holders = [unit.num_holders() for unit in releasable]
+        return None
 
     def _is_gathered_elsewhere(self) -> bool:
         """Whether the modules hold whole parameters already, inside `GatheredParameters`."""
@@ -158,25 +162,57 @@ class Entry:
             )
         return any(whole)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         top = self._stack.pop() if self._stack else None
         engine = self._engine()
         if top is None or engine is None:
-            return
+            return None
         call, tensors = top
         call.ended = next(_events)
+        if call.saved_weights is not None:
+            call.saved_weights.end()
         engine.uninstall(call)
-        watched = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        if not torch.is_grad_enabled():
-            watched = []
+        found = list(tensors_in(output))
+        if copies := self._copies_of_views(found):
+            output = replace_tensors(output, copies)
+            found = [copies.get(id(tensor), tensor) for tensor in found]
+        self._find_holders(call, len(copies))
+        watched = [t for t in found if t.requires_grad] if torch.is_grad_enabled() else []
         call.release(kept=engine.kept_for_backward if watched and self._keeps else ())
         if watched:
             on_gradient = _OnOutputGradient(engine, call, tensors)
             for tensor in watched:
                 tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+        return output
 
-    def reset(self) -> None:
+    def _copies_of_views(self, found: list[Tensor]) -> dict[int, Tensor]:
+        """Copies, by id, of the tensors that are views of memory that will be released: a module may return its parameter."""
+        places = [(u.address, u.address + u.buffer_nbytes) for u in self.units if u.is_releasable and u.is_whole]
+        return {
+            id(tensor): tensor.clone()
+            for tensor in found
+            if tensor.layout is torch.strided and any(start <= tensor.data_ptr() < end for start, end in places)
+        }
+
+    def _find_holders(self, call: Call, num_outputs: int) -> None:
+        """Keep a unit whole for good if somebody has kept a view of its memory, see [Note: saved weights]."""
+        releasable = [unit for unit in self.units if unit.is_releasable]
+        for unit, before in zip(releasable, call.num_holders, strict=False):
+            if unit.num_holders() > before + num_outputs and not sys.exc_info()[1]:
+                unit.is_held = True
+                logger.warning(
+                    "a view of the parameters of %r outlives their module's call (an attribute, a custom function's "
+                    "context): the unit stays whole from now on",
+                    unit.name,
+                )
+
+    def reset(self, engine: ZeroEngine | None) -> None:
         """Forget calls that never came to their end."""
+        for top in self._stack:
+            if top is not None and engine is not None:
+                if top[0].saved_weights is not None:
+                    top[0].saved_weights.end()
+                engine.uninstall(top[0])
         self._stack.clear()
         self.backward_call = None
 
@@ -198,18 +234,6 @@ class _OnOutputGradient:
 
     def __call__(self, gradient: Tensor) -> None:
         self._engine.on_call_backward_begin(self._call, self._tensors)
-
-
-def _mark_backward_end(call: Call, engine: ZeroEngine, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not chosen:
-        return args, kwargs
-    marked = _BackwardEnd.apply(call, engine, *[leaves[i] for i in chosen])  # type: ignore[no-untyped-call]
-    for i, tensor in zip(chosen, marked, strict=True):
-        leaves[i] = tensor
-    new_args, new_kwargs = pytree.tree_unflatten(leaves, spec)
-    return new_args, new_kwargs
 
 
 class Hook:

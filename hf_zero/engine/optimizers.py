@@ -12,9 +12,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.parameter import ZeroParameter
-from hf_zero.errors import PartitionError
+from hf_zero.errors import PartitionError, UsageError
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)  # not what is derived from them, whose steps may do anything
+
+
+# Their steps need more than each element for itself, or operations that torch has not for `DTensor`s.
+_NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Rprop")
+
+
+def _refuse_whole_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _NOT_ELEMENTWISE), None)
+    if name is not None:
+        raise UsageError(
+            f"{name} cannot step on partitioned parameters: use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, RMSprop, "
+            "Lion, ...), or stage 0"
+        )
 
 
 def _step_on_rows(optimizer: torch.optim.Optimizer) -> None:
@@ -39,6 +52,32 @@ def _can_be_fused(param: Tensor) -> bool:
     return isinstance(param, DTensor) and param.is_floating_point() and param.device.type in ("cpu", "cuda")
 
 
+def _cut_loaded_states(optimizer: torch.optim.Optimizer) -> None:
+    """Let states that were loaded whole, as a plain run saves them, be this rank's rows; checked once for every load."""
+    if vars(optimizer).get("_zero_checked_state") is optimizer.state:
+        return
+    for index, param in enumerate(_params_of(optimizer)):
+        owner = next((engine for engine in live_engines() if engine.find(param) is not None), None)
+        known = None if owner is None else owner.find(param)
+        if known is None or not isinstance(param, DTensor) or param not in optimizer.state:
+            continue
+        for key, value in optimizer.state[param].items():
+            if not isinstance(value, Tensor):
+                continue
+            if isinstance(value, DTensor):
+                if value.shape == param.shape and value.placements != param.placements:
+                    optimizer.state[param][key] = value.redistribute(param.device_mesh, param.placements)
+            elif value.shape == param.shape:
+                optimizer.state[param][key] = _cut_state(value, param, known)
+            elif value.ndim == param.ndim and value.shape[1:] == param.shape[1:] and value.ndim:
+                raise PartitionError(
+                    f"the optimizer's state {key!r} of {known.name!r} (its parameter {index}) has the shape "
+                    f"{tuple(value.shape)}, but the parameter is {tuple(param.shape)}: load a whole state of this "
+                    "model, as a plain run saves it"
+                )
+    vars(optimizer)["_zero_checked_state"] = optimizer.state
+
+
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     params = _params_of(optimizer)
     for engine in live_engines():
@@ -50,6 +89,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             )
         if any(map(engine.find, params)):
             if engine.world.partitions:
+                _refuse_whole_matrix_optimizers(optimizer)
+                _cut_loaded_states(optimizer)
                 _choose_fused(optimizer)
                 _step_on_rows(optimizer)
             engine.before_step()

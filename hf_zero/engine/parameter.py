@@ -1,4 +1,12 @@
-"""One parameter's life: its rows at rest, its whole tensor while modules compute, its gradient. Sole writer of its storage."""
+"""One parameter's life: its rows at rest, its whole tensor while modules compute, its gradient. Sole writer of its storage.
+
+[Note: gradients under no_sync] In stages 0 and 1, a backward under `no_sync` leaves in `.grad` what it leaves there under
+DDP: this rank's own whole gradient. In stage 1 it is a `DTensor` with the placement `Partial`: torch's word for a tensor
+whose ranks' parts are still to be averaged. It *is* the accumulated gradient, not a picture of it: what users do to it
+(`mul_`, `zero_`, `= None`) counts, and what a rank cannot do alone (`clamp_`) is torch's error. Gradients that an earlier
+backward has reduced are added to it so that the average gives them back. The next backward outside `no_sync` takes it and
+reduces it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.partitioned_tensor import PartitionedTensor, take_hooks_along
 from hf_zero.layout import RowLayout
 
 
@@ -26,6 +35,7 @@ class ZeroParameter:
         layout: how it is cut; one rank where it stays whole.
         rank: this rank.
         compute_dtype: dtype of the whole tensor that modules see.
+        averages: whether gradients are averaged over the ranks, or summed.
     """
 
     name: str
@@ -34,13 +44,15 @@ class ZeroParameter:
     layout: RowLayout
     rank: int
     compute_dtype: torch.dtype
+    averages: bool = True
     aliases: list[str] = field(default_factory=list)
-    whole_grad: Tensor | None = None  # stages 0 and 1: this rank's sum of micro-batches, not reduced yet
+    whole_grad: Tensor | None = None  # stages 0 and 1: this rank's own sum of the running backward
     _owns_whole_grad: bool = False
-    _grad_seen: tuple[Tensor, bool] | None = None  # `param.grad` as last shown, and whether it was other than zero
-    _shows_whole: bool = False
-    version: int = 0  # of `param`, when the engine last knew it
+    _has_local_grad: bool = False  # `param.grad` holds what no backward has reduced yet
     _seen: list[tuple[object, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dtype_at_rest = self.param.dtype
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -72,7 +84,8 @@ class ZeroParameter:
         """Whether modules see a whole tensor that is not the engine's: inside `GatheredParameters`."""
         if not self._seen:
             for module, name in self.locations:
-                if module._parameters.get(name) is not self.param:
+                held = module._parameters.get(name)
+                if held is not self.param and at_rest_id(held) == id(self.param):
                     return True
         return False
 
@@ -128,67 +141,68 @@ class ZeroParameter:
         return torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
 
     def add_whole_grad(self, grad: Tensor, dtype: torch.dtype) -> None:
-        """Add this rank's own whole gradient of one micro-batch (stages 0 and 1 under `no_sync`).
+        """Add this rank's own whole gradient of one use in the running backward (stages 0 and 1).
 
         Args:
             grad: the whole shape, as autograd made it; never written to.
             dtype: in which the sum is kept.
         """
-        self.drop_stale_whole_grad()
         if self.whole_grad is None:
             self.whole_grad = as_dtype(grad, dtype).contiguous()
-            self._owns_whole_grad = False  # autograd may have handed the same memory to somebody else
+            self._owns_whole_grad = self.whole_grad.data_ptr() != grad.data_ptr()
         elif self._owns_whole_grad:
             self.whole_grad.add_(grad)
-        else:
+        else:  # autograd may have handed the same memory to somebody else
             self.whole_grad = self.whole_grad + grad.to(dtype)
             self._owns_whole_grad = True
 
-    def show_whole_grad(self) -> None:
-        """Let `param.grad` be this rank's own unreduced rows, until they are reduced.
-
-        So `zero_grad()` in between can be noticed: see `drop_stale_whole_grad`.
-        """
-        if self.whole_grad is None:
+    def keep_whole_grad(self) -> None:
+        """Let `param.grad` hold the sum of a backward that was not to be reduced: see [Note: gradients under no_sync]."""
+        whole, self.whole_grad = self.whole_grad, None
+        if whole is None:
             return
-        if self.param.grad is None or (self._grad_seen is not None and self.param.grad is self._grad_seen[0]):
-            rows = self.layout.rows_of(self.whole_grad, self.rank).to(self.param.dtype)
-            self.param.grad = self._as_gradient(rows)
-            self._shows_whole = True
-        grad = self.param.grad
-        self._grad_seen = (grad, bool(torch_compat.local_of(grad).any()))
-
-    def drop_stale_whole_grad(self) -> None:
-        """Forget accumulated whole gradients if the user has zeroed `param.grad` since they were accumulated."""
-        if self.whole_grad is None or self._grad_seen is None:
+        before, param = self.param.grad, self.param
+        if self._is_local(before):
+            torch_compat.local_of(before).add_(whole)  # type: ignore[arg-type]
             return
-        seen, was_other_than_zero = self._grad_seen
-        now = self.param.grad
-        # Not by the version counter, which foreach and fused optimizers leave alone.
-        was_zeroed = now is seen and was_other_than_zero and not torch_compat.local_of(seen).any()
-        if now is not seen or was_zeroed:
-            self.clear_whole_grad()
+        own = whole if self._owns_whole_grad else whole.clone()
+        if before is not None:  # reduced by an earlier backward: the mean over ranks gives it back
+            rows = torch_compat.local_of(before)
+            factor = self.layout.num_ranks if self.averages else int(self.is_sharded or self.rank == 0)
+            self.layout.rows_of(own, self.rank).add_(rows, alpha=factor)
+        param.grad = None
+        if param.dtype != own.dtype:
+            param.grad_dtype = own.dtype
+        param.grad = torch_compat.wrap_partial(own, param, self.averages) if isinstance(param, DTensor) else own
+        self._has_local_grad = True
 
-    def drop_unshown_whole_grad(self) -> None:
-        """Forget what a backward that broke off has added, which `zero_grad()` cannot be seen to clear."""
-        if self._grad_seen is None:
-            self.whole_grad = None
+    def _is_local(self, grad: Tensor | None) -> bool:
+        """Whether `.grad` is what `keep_whole_grad` has put there, perhaps edited since."""
+        if grad is None or not self._has_local_grad:
+            return False
+        return not isinstance(grad, DTensor) or grad.placements[0].is_partial()
 
     def take_whole_grad(self) -> Tensor | None:
-        """The accumulated whole gradient, if any, and forget it."""
-        if self.whole_grad is None:
-            return None
-        self.drop_stale_whole_grad()
-        grad = self.whole_grad
-        self.clear_whole_grad()
-        return grad
-
-    def clear_whole_grad(self) -> None:
-        """Forget whole gradients, and what `param.grad` shows of them."""
-        self.whole_grad = None
-        if self._shows_whole and self._grad_seen is not None and self.param.grad is self._grad_seen[0]:
+        """What is to be reduced: the running backward's sum, and what earlier ones have left in `param.grad`."""
+        whole, self.whole_grad = self.whole_grad, None
+        before = self.param.grad
+        if self._is_local(before):
+            local = torch_compat.local_of(before)  # type: ignore[arg-type]
+            whole = local if whole is None else local.add_(whole)
             self.param.grad = None
-        self._grad_seen, self._shows_whole = None, False
+            if self.param.grad_dtype != self.param.dtype:
+                self.param.grad_dtype = self.param.dtype
+        self._has_local_grad = False
+        return whole
+
+    def drop_whole_grad(self) -> None:
+        """Forget what a backward that broke off has added."""
+        self.whole_grad = None
+
+
+def at_rest_id(param: Tensor | None) -> int:
+    """The id of a parameter; of the one that it stands for, inside `GatheredParameters`."""
+    return id(param if param is None else vars(param).get("_zero_stands_for", param))
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,7 +235,8 @@ def cut(param: nn.Parameter, layout: RowLayout, rank: int, dtype: torch.dtype, m
 
 def wrap(local: Tensor, layout: RowLayout, mesh: DeviceMesh, like: nn.Parameter) -> nn.Parameter:
     """A parameter over the rows `local`, with the attributes and `requires_grad` of `like`."""
-    new = nn.Parameter(torch_compat.wrap_local(local, layout, mesh), requires_grad=like.requires_grad)
+    new = PartitionedTensor.over(local, layout, mesh).as_parameter(like.requires_grad)
+    take_hooks_along(like, new)
     for key, value in vars(like).items():
         setattr(new, key, value)
     return new

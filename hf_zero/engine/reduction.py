@@ -117,6 +117,7 @@ class Reducer:
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _used: set[int] = field(default_factory=set)
     _unused: dict[int, Tensor] = field(default_factory=dict)
+    given: dict[ZeroParameter, None] = field(default_factory=dict)  # what has got a gradient
 
     def __post_init__(self) -> None:
         self._order = ReductionOrder([index for index in self.expected if index in self.units])
@@ -154,8 +155,10 @@ class Reducer:
         for report in reports:
             used_somewhere |= report.used
         for position, p in enumerate(parameters):
-            if id(p) in self._unused and used_somewhere >> position & 1:
-                p.add_grad(self._unused[id(p)])
+            if used_somewhere >> position & 1:
+                self.given[p] = None
+                if id(p) in self._unused:
+                    p.add_grad(self._unused[id(p)])
         return self._next_order(any(report.is_unexpected for report in reports))
 
     def abandon(self) -> None:
@@ -292,6 +295,7 @@ class LocalReducer:
     """The same for one rank: nothing to reduce, so a gradient is added where it comes."""
 
     world: World
+    given: dict[ZeroParameter, None] = field(default_factory=dict)
 
     def ready(self, unit: Unit, gradients: dict[int, Tensor]) -> None:
         """Add a unit's gradients to `.grad`."""
@@ -301,6 +305,7 @@ class LocalReducer:
                 own = grad.to(self.world.precision.reduce_for(grad.dtype))
                 # Autograd may hand one tensor to several parameters.
                 p.add_grad((own.clone() if own is grad else own).reshape(-1))
+                self.given[p] = None
 
     def finish(self) -> list[int]:
         """Nothing is left to do."""

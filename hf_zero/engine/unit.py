@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.parameter import ZeroParameter, as_dtype
 from hf_zero.engine.world import World
 from hf_zero.layout import place
 
@@ -150,6 +150,7 @@ class Unit:
         # Whole between forward and backward. Told by events that all ranks share, never by the life of a graph: ranks
         # drop theirs at different times, and must gather alike.
         self.is_kept = False
+        self.is_held = False  # somebody has kept a view of the memory, which therefore stays
         self.live_calls: weakref.WeakSet[object] = weakref.WeakSet()
         self._world = world
         self._memory = memory
@@ -183,6 +184,26 @@ class Unit:
             if p.is_sharded and p.param.dtype == p.compute_dtype:
                 p.move_into(self._storage, offset)
 
+    @property
+    def is_releasable(self) -> bool:
+        """Whether the memory comes and goes."""
+        return not (self.keeps_whole or self.is_shared or self.is_held)
+
+    @property
+    def address(self) -> int:
+        """Where the memory is, while the unit is whole."""
+        return self._storage.data_ptr()
+
+    def num_holders(self) -> int:
+        """How many tensors hold the memory."""
+        return torch_compat.num_holders(self._storage)
+
+    def view(self, offset_bytes: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A view of the memory; the unit must be whole."""
+        assert self.is_whole, f"{self.name} is {self.residency.value}"
+        empty = torch.empty(0, dtype=dtype, device=self._storage.device)
+        return empty.set_(self._storage, offset_bytes // dtype.itemsize, shape, strides)
+
     def trainable(self) -> list[ZeroParameter]:
         """The parameters that get gradients now."""
         return [p for p in self.parameters if p.param.requires_grad]
@@ -204,7 +225,7 @@ class Unit:
             only: parameters of this unit whose rows have changed; by default all, or those that have in shared memory.
         """
         self._wait()
-        if not self.keeps_whole and not self.is_shared:
+        if not self.keeps_whole and not self.is_shared:  # also where it is held: nothing happens then
             self._memory.take(self._storage, self.buffer_nbytes)
         if not self._slots:
             self._slots = self._make_slots()
@@ -255,7 +276,7 @@ class Unit:
         """Give the memory back, if no one holds a lease and the unit does not stay whole."""
         if self._leases or self.is_kept or self.keeps_whole or self.residency is Residency.RELEASED:
             return
-        if self.is_shared:
+        if self.is_shared or self.is_held:
             return  # until its parameters change
         self._wait()
         self._memory.give_back(self._storage)
@@ -268,6 +289,17 @@ class Unit:
         slots = self._slots
         return [slots[id(p)].whole.data if id(p) in slots else p.local.detach() for p in self.parameters]
 
+    def read_whole(self, p: ZeroParameter) -> Tensor:
+        """One whole parameter in the compute dtype: in this unit's memory where that stays, else in memory of its own."""
+        if p not in self._buffered:
+            return p.local.detach()
+        if not self.is_releasable:
+            lease = self.acquire()
+            whole = self._slots[id(p)].whole.data
+            lease.give_back()
+            return whole
+        return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name)
+
     def changed(self, parameters: Iterable[ZeroParameter]) -> None:
         """`parameters` of this unit have new rows on every rank: whole tensors made before are old.
 
@@ -279,7 +311,7 @@ class Unit:
             self.start_gather(parameters)
             if torch_compat.is_profiling():
                 self._wait()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does
-        elif self._leases or self.is_shared:
+        elif self._leases or self.is_shared or self.is_held:
             self._wait()
             self._stale += [p for p in parameters if p not in self._stale]
             self.residency = Residency.RELEASED  # a graph may still hold the old bytes; the next use gathers again

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.config.zero_config import ZeroConfig
@@ -141,6 +141,20 @@ class World:
         moved = tensor.to(self.device)
         self.collectives.broadcast(moved, source, unit)
         tensor.copy_(moved)
+
+    def gather_whole(self, local: Tensor, layout: RowLayout, unit: str) -> Tensor:
+        """The whole tensor of which every rank has its rows `local`, in memory of its own; called by all ranks together."""
+        if layout.num_ranks == 1:
+            return local.clone()
+        assert self.collectives is not None
+        with torch.inference_mode(False):
+            flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
+        start, stop = layout.local_span_in_chunk(self.rank)
+        flat[start:stop] = local.reshape(-1)
+        self.collectives.gather([Rows(flat, layout)], unit).wait()
+        whole = flat[: layout.numel].view(layout.shape)
+        # In memory of its own: `save_pretrained` splits files by the bytes of storages.
+        return whole if layout.numel == layout.padded_numel else whole.clone()
 
     def share(self, value: Any, what: str) -> Any:
         """Rank 0's `value` on every rank, pickled; the others' values do not matter."""

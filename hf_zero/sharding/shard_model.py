@@ -80,6 +80,9 @@ def start_engine(model: nn.Module, world: World) -> ZeroEngine:
     A first forward may run in inference mode, whose tensors could never be trained.
     """
     named_blocks(model, world.config.units)  # raises before anything is changed
+    if world.num_ranks > 1:
+        _refuse_sparse_gradients(model)
+        _refuse_parameters_in_lists(model)
     agree_on_model(model, world)
     replaced = partition_parameters(model, world) + raise_to_master(model, world)
     broadcast_buffers(model, world)
@@ -188,6 +191,31 @@ def check_model(model: nn.Module) -> None:
             raise PartitionError(
                 f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
             )
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise PartitionError(
+                f"{name!r} is an {type(module).__name__} with sparse=True: sparse gradients cannot be reduced by rows; make it "
+                "with sparse=False"
+            )
+
+
+def _refuse_parameters_in_lists(model: nn.Module) -> None:
+    """A parameter in a plain list, tuple or dict stays what it was before the model is partitioned, and is never reduced."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            continue  # its list follows the parameters
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            held = value.values() if isinstance(value, dict) else value
+            if any(isinstance(item, nn.Parameter) and item.requires_grad for item in held):
+                raise PartitionError(
+                    f"{type(module).__name__} {name!r} holds parameters in a plain {type(value).__name__} ({attribute!r}), "
+                    "where they would be neither partitioned nor reduced: hold them in an nn.ParameterList or nn.ParameterDict"
+                )
 
 
 def agree_on_model(model: nn.Module, world: World) -> None:

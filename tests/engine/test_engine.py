@@ -339,8 +339,8 @@ def _stepped_on(kind: str, options: dict[str, Any], edit: str = "") -> tuple[set
     [
         ("adamw", {}, "", {"Tensor"}),
         ("adam", {"foreach": False}, "", {"Tensor"}),
-        ("adamw", {"foreach": False}, "replicated", {"DTensor"}),
-        ("subclass", {}, "", {"DTensor"}),
+        ("adamw", {"foreach": False}, "replicated", {"DTensor", "PartitionedTensor"}),
+        ("subclass", {}, "", {"DTensor", "PartitionedTensor"}),
     ],
 )
 def test_adam_computes_on_rows_where_that_is_the_same(

@@ -536,8 +536,6 @@ def facts_of_apply(stage: int, is_late: bool, name: str) -> list[Any]:
     reference.apply(scale_and_fill)
     facts += [ledger.kinds(), addresses == [local_of(param).data_ptr() for param in model.parameters()]]
     facts.append(wrong_rows(pair))
-    if stage < 3:
-        hf_zero.mark_dirty(model)
     facts.append(is_forward_equal(pair, name))
     return facts
 
@@ -547,19 +545,6 @@ def test_apply_of_deterministic_maths_needs_no_exchange(num_ranks: int, stage: i
     for name in ("llama", "gpt2"):
         facts = run_ranks(facts_of_apply, num_ranks, stage, is_late, name)
         assert facts == [[(), True, (), True, [], True]] * num_ranks
-
-
-def apply_without_a_word() -> str:
-    """Runs on a rank: a change in stage 1 that nobody was told about."""
-    pair = make_pair("llama", 1)
-    pair[1].apply(scale_and_fill)
-    with pytest.raises(hf_zero.PartitionError) as caught:
-        is_forward_equal(pair, "llama")
-    return str(caught.value)
-
-
-def test_apply_without_mark_dirty_is_noticed_in_stages_1_and_2() -> None:
-    assert all("mark_dirty" in message for message in run_ranks(apply_without_a_word, 2))
 
 
 def apply_to_awkward_shapes() -> list[str]:

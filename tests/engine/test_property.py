@@ -725,7 +725,7 @@ class _Run:
             assert module._parameters[name] is p, f"{name} of {type(module).__name__} is not at rest"
         for engine in self.engines:
             assert engine._session is None
-            assert engine._root_depth == 0
+            assert engine._roots == []
             for unit in engine.units:
                 assert not unit.is_leased, f"{unit.name} is leased"
                 may_stay = unit.keeps_whole or unit.is_shared or unit.index in engine.kept_for_backward

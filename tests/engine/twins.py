@@ -52,7 +52,7 @@ def square_loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def assert_same(actual: nn.Module, expected: nn.Module) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 _PR_SET_PTRACER = 0x59616D61  # of the Yama security module; see prctl(2)
-_ANY_PROCESS = ctypes.c_ulong(-1)
 
 
 class PeerMemoryError(RuntimeError):
@@ -60,12 +59,31 @@ def host_number() -> int:
     return int.from_bytes(hashlib.sha256("\n".join(facts).encode()).digest()[:8], "big") >> 2
 
 
-def let_peers_read() -> None:
-    """Let other processes of this user read this one's memory, where the Yama security module would forbid it."""
+def let_read(pid: int) -> None:
+    """Let process `pid` and its descendants read this one's memory, where the Yama security module would forbid it; 0: nobody.
+
+    Source: PR_SET_PTRACER of prctl(2), which knows one process at a time.
+    """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     with suppress(OSError):
         if scope.read_text().strip() == "1":
-            _libc().prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
+            _libc().prctl(_PR_SET_PTRACER, pid, 0, 0, 0)
+
+
+def reader_of(own: int, parents: dict[int, int]) -> int | None:
+    """Whom to let read, so that every rank of the host may and nobody else: their launcher, or the only peer.
+
+    Args:
+        own: this process.
+        parents: process of every rank of this host -> its parent.
+
+    Returns:
+        A process; None where no single one stands for all peers.
+    """
+    if len(set(parents.values())) == 1 and parents[own] > 1:  # all processes descend from 1
+        return parents[own]
+    peers = [pid for pid in parents if pid != own]
+    return peers[0] if len(peers) == 1 else None
 
 
 def read(pid: int, source: int, target: int, num_bytes: int) -> None:

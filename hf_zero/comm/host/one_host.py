@@ -250,16 +250,20 @@ def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
         try:
             descriptor, own = host_memory.create(BOARD_BYTES)
             memoryview(own).cast("q")[0] = token
-            host_memory.let_peers_read()
         except host_memory.PeerMemoryError:
             code = 3
     facts = [host_memory.host_number(), code, os.getpid(), descriptor, token, probe.buffer_info()[0], probe[0]]
-    rows = meeting.agree(facts, "the memory of the host")
+    rows = meeting.agree([*facts, os.getppid()], "the memory of the host")
+    parents = {row[2]: row[7] for row in rows if row[0] == facts[0]}
+    reader = host_memory.reader_of(os.getpid(), parents)
+    if reader is not None:
+        host_memory.let_read(reader)
+    meeting.agree([0], "leave to read memory")
     numbers = [row[0] for row in rows]
     hosts = [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
     code = max(row[1] for row in rows) or _shape_problem(hosts)
     peers = {}
-    for rank, (number, _, pid, peers_descriptor, expected, address, value) in enumerate(rows):
+    for rank, (number, _, pid, peers_descriptor, expected, address, value, _) in enumerate(rows):
         if code or rank == meeting.rank or number != numbers[meeting.rank]:
             continue
         try:
@@ -278,7 +282,22 @@ def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
     code = max(code for (code,) in meeting.agree([code], "reading the memory of the host"))
     if descriptor >= 0:
         os.close(descriptor)
-    return _REASONS[code] if code or board is None else (board, hosts)
+    if code or board is None:
+        return _REASONS[code]
+    _count_readers(1)
+    weakref.finalize(board, _count_readers, -1)
+    return board, hosts
+
+
+_readers = 0
+
+
+def _count_readers(change: int) -> None:
+    """Take the leave to read this process's memory back when nobody needs it any more."""
+    global _readers
+    _readers += change
+    if _readers == 0:
+        host_memory.let_read(0)
 
 
 def _shape_problem(hosts: list[list[int]]) -> int:

@@ -137,13 +137,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients by their norm over all ranks; returns it as a plain tensor.
-
-        Raises:
-            UsageError: `norm_type` is infinite, which torch computes wrongly on partitioned gradients.
-        """
-        if math.isinf(norm_type):
-            raise UsageError("clip_grad_norm_ with norm_type=inf is not supported on partitioned gradients; use 2")
+        """Clip gradients by their norm over all ranks; returns it as a plain tensor."""
+        if math.isinf(norm_type):  # torch leaves the largest of each rank's own rows
+            self.unscale_gradients()
+            params = [param for param in parameters if param.grad is not None]
+            total = torch.nn.utils.get_total_norm([param.grad for param in params], norm_type)
+            total = total.full_tensor() if isinstance(total, DTensor) else total
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+            return total
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

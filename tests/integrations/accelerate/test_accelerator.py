@@ -326,7 +326,6 @@ def refuse_all() -> dict[str, tuple[str, str]]:
     errors = {"strange_optimizer": refused(lambda: accelerator.prepare(model, strange))}
     accelerator.prepare(model, optimizer)
     CASE.loss(model, CASE.batch(0, dist.get_rank())).backward()
-    errors["infinite_norm"] = refused(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, float("inf")))
     errors["mistake"] = refused(lambda: zero.ZeroPlugin(stage=4))
     return errors
 
@@ -336,13 +335,32 @@ def test_refusals_are_errors_on_all_ranks() -> None:
     assert first == second
     words = {
         "strange_optimizer": ("PartitionError", "belongs to no prepared model"),
-        "infinite_norm": ("UsageError", "norm_type=inf"),
         "mistake": ("ConfigError", "stage"),
     }
     assert first.keys() == words.keys()
     for name, (kind, text) in words.items():
         assert first[name][0] == kind, (name, first[name])
         assert text in first[name][1], (name, first[name])
+
+
+def clip_by_the_largest() -> list[float]:
+    accelerator = make_accelerator(Loop())
+    model, optimizer, _ = make_parts(Loop())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    CASE.loss(model, CASE.batch(0, dist.get_rank())).backward()
+
+    def largest() -> float:
+        return max(p.grad.detach().full_tensor().abs().max().item() for p in model.parameters() if p.grad is not None)
+
+    before = largest()
+    norm = accelerator.clip_grad_norm_(model.parameters(), before / 2, float("inf"))
+    return [before, norm.item(), 2 * largest()]
+
+
+def test_infinite_norm_is_that_of_all_rows_on_every_rank() -> None:
+    for before, norm, after in run_ranks(clip_by_the_largest, RANKS):
+        assert norm == before
+        assert after == pytest.approx(before, rel=1e-4)
 
 
 def refuse_fp16() -> tuple[str, str]:

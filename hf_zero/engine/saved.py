@@ -1,0 +1,73 @@
+"""What autograd saves of gathered parameters: not the tensor, but where to find it.
+
+[Note: saved weights] A backward may enter a call's graph without the engine's knowledge: by an activation that a hook has
+caught, by a value left in an attribute. The weights that it reads may have been released by then, and reading memory that
+is gone ends the process. So while a call runs, autograd's saved-tensor hooks replace every saved view of the unit's
+memory by its place in it, and when the backward needs it, the unit is made whole if it is not. What else holds such a
+view (an attribute, a custom function's `ctx`) is found by counting the holders of the memory before and after a call: the
+unit then stays whole for good. Memory that is never released (stages 0 to 2, memory that ranks share) needs none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero import torch_compat
+from hf_zero.engine.unit import Unit
+
+_PLAIN = (Tensor, nn.Parameter)  # others have no memory of their own
+
+
+class _Place(NamedTuple):
+    """A view of a unit's memory."""
+
+    unit: Unit
+    epoch: int
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SavedWeights:
+    """Saved-tensor hooks of one running call, where nobody has put others.
+
+    Args:
+        units: of the call; whole.
+        make_whole: makes a unit whole until the backward ends.
+    """
+
+    def __init__(self, units: Sequence[Unit], make_whole: Callable[[Unit, int], None]) -> None:
+        self._ranges = [(unit.address, unit.address + unit.buffer_nbytes, unit) for unit in units]
+        self._make_whole = make_whole
+        top = torch_compat.top_saved_tensor_hooks()
+        outer = None if top is None else getattr(top[0], "__self__", None)
+        if isinstance(outer, SavedWeights):
+            self._ranges += outer._ranges
+        # Hooks of others are left alone: a checkpoint's hold no tensors, and count those of the recomputation.
+        self.is_active = top is None or isinstance(outer, SavedWeights)
+        if self.is_active:
+            torch_compat.push_saved_tensor_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        """Take the hooks away, if they are on top."""
+        torch_compat.pop_saved_tensor_hooks(self._pack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        is_plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
+        address = tensor.data_ptr() if is_plain else 0
+        for start, end, unit in self._ranges:
+            if start <= address < end:
+                return _Place(unit, unit.epoch, address - start, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return tensor.detach()  # not itself: an output would hold its own graph
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if type(packed) is _Place:
+            self._make_whole(packed.unit, packed.epoch)
+            return packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
+        result: Tensor = packed
+        return result

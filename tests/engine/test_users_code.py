@@ -1,0 +1,630 @@
+"""What users' code does to a model, beside the same code on the unsharded one: edits, hooks, reads, interrupts."""
+
+import contextlib
+import copy
+import dataclasses
+import io
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+
+import hf_zero as zero
+from tests.engine.twins import ALL_STAGES, Block, Net, Twins, assert_same, batch, square_loss, whole
+from tests.ranks import on_ranks, run_ranks
+
+_SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])
+_EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
+
+
+def _both(twins: Twins, code: Callable[[nn.Module], None]) -> None:
+    """Run a user's code on both models."""
+    code(twins.model)
+    code(twins.reference)
+    assert_same(twins.model, twins.reference)
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+
+
+def _mul(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(0.5)
+        model.head.bias.fill_(1.0)
+
+
+def _data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.9)
+        param.data.add_(param.detach(), alpha=0.1)
+
+
+def _foreach(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.9)
+
+
+def _assign_data(model: nn.Module) -> None:
+    model.head.weight.data = model.head.weight.data * 0.5
+    model.head.bias.data = torch.arange(3.0)
+
+
+def _vector(model: nn.Module) -> None:
+    if all(isinstance(param, DTensor) for param in model.parameters()):
+        vector = torch.cat([whole(param).reshape(-1) for param in model.parameters()])
+    else:
+        vector = parameters_to_vector(model.parameters()).detach()
+    vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def _alias_kept(model: nn.Module) -> None:
+    aliases = model.__dict__.setdefault("aliases", [param.data for param in model.parameters()])
+    for alias in aliases:
+        alias.mul_(0.95)
+
+
+def _rows_of_the_other_dim(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.head.weight[:, 1:].zero_()
+        model.head.weight.view(3, 5).add_(0.1)
+
+
+_EDITS = [_mul, _data, _foreach, _assign_data, _vector, _alias_kept, _rows_of_the_other_dim]
+
+
+@_EXCHANGES
+@ALL_STAGES
+@on_ranks(2)
+def test_edits_by_hand_mean_what_they_mean_on_the_plain_model(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives, timeout_s=20)
+    for edit in _EDITS:
+        for _ in range(2):
+            _both(twins, edit)
+            twins.assert_same_output()
+            twins.step()
+
+
+@_EXCHANGES
+@ALL_STAGES
+@on_ranks(2)
+def test_an_optimizer_written_by_hand_trains(stage: int, collectives: str) -> None:
+    def step(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.data.add_(param.grad, alpha=-0.1)
+            param.grad = None
+
+    twins = Twins(stage, collectives=collectives, timeout_s=20)
+    for _ in range(3):
+        twins.loss(twins.model, twins.own()).backward()
+        twins.backward_reference()
+        _both(twins, step)
+        twins.steps_done += 1
+
+
+@_SHARDED
+@on_ranks(2)
+def test_edits_that_would_be_lost_raise(stage: int) -> None:
+    twins = Twins(stage)
+    weight = twins.model.head.weight
+    with torch.no_grad(), pytest.raises(zero.UsageError, match=r"slice of parameter 'head.weight' is a copy.*Gathered"):
+        weight[0].add_(1.0)
+    for wrong in (torch.zeros(4, 5), torch.zeros(3, 5, dtype=torch.float64)):
+        with pytest.raises(zero.UsageError, match=r"'head.weight' is partitioned as"):
+            weight.data = wrong
+    with pytest.raises(zero.UsageError, match="share_memory_"):
+        twins.model.share_memory()
+    with pytest.raises(zero.UsageError, match=r"'enter.weight'.*save_pretrained"):
+        torch.save(twins.model.state_dict(), io.BytesIO())
+    twins.step()
+    twins.model.half()
+    with pytest.raises(zero.PartitionError, match=r"cast from torch.float32 to torch.float16"):
+        twins.model(twins.own())
+
+
+class Slow(Net):
+    """Takes its time between reading the first and the last parameters."""
+
+    delay_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            time.sleep(self.delay_s)
+            x = block(x)
+        return self.head(x)
+
+
+@_SHARDED
+@on_ranks(2, timeout_s=120)
+def test_averages_swapped_in_and_out_never_reach_a_peer_that_still_computes(stage: int) -> None:
+    twins = Twins(stage, Slow, collectives="host", timeout_s=30)
+    averages = {name: param.detach().clone().mul_(2) for name, param in twins.reference.named_parameters()}
+    for rank_that_is_late in (0, 1):
+        twins.model.delay_s = 0.1 if twins.rank == rank_that_is_late else 0.0
+        with torch.no_grad():
+            torch.testing.assert_close(twins.model(batch(9, 9)), twins.reference(batch(9, 9)))
+
+            def swap(model: nn.Module) -> None:
+                for name, param in model.named_parameters():
+                    before = whole(param).clone()
+                    param.data = averages[name]
+                    averages[name] = before
+
+            first = dict(averages)
+            swap(twins.model)
+            averages.update(first)
+            swap(twins.reference)
+            torch.testing.assert_close(twins.model(batch(9, 9)), twins.reference(batch(9, 9)))
+        twins.step()
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_frozen_parameters_changed_inside_gathered_parameters_are_new_on_every_rank(stage: int) -> None:
+    def make() -> nn.Module:
+        model = Net()
+        model.enter.requires_grad_(False)
+        return model
+
+    twins = Twins(stage, make)
+    twins.step()
+    with zero.GatheredParameters(list(twins.model.enter.parameters())), torch.no_grad():
+        twins.model.enter.weight.mul_(2)
+    with torch.no_grad():
+        twins.reference.enter.weight.mul_(2)
+    twins.assert_same_output()
+    twins.step()
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _accumulate(twins: Twins, order: str, between: Callable[[nn.Module], None] | None = None) -> None:
+    """Backward passes with (s) and without (n) a reduction; the reference does what DDP does with `.grad`."""
+    sums = [[torch.zeros_like(p) for p in twins.reference.parameters()] for _ in range(twins.num_ranks)]
+    for letter in order:
+        with twins.model.no_sync() if letter == "n" else contextlib.nullcontext():
+            twins.loss(twins.model, twins.own()).backward()
+        for rank, own in enumerate(sums):
+            twins.reference.zero_grad()
+            twins.loss(twins.reference, twins.draw(rank, twins.steps_done)).backward()
+            for total, param in zip(own, twins.reference.parameters(), strict=True):
+                total.add_(param.grad)
+        if letter == "s":
+            for each in zip(*sums, strict=True):
+                mean = sum(each) / len(each)
+                for total in each:
+                    total.copy_(mean)
+        if between is not None:
+            between(twins.model)
+            for own in sums:
+                for param, total in zip(twins.reference.parameters(), own, strict=True):
+                    param.grad = total
+                between(twins.reference)
+        twins.steps_done += 1
+    for param, total in zip(twins.reference.parameters(), sums[0], strict=True):
+        param.grad = total.clone()
+    for left, right in zip(twins.model.parameters(), twins.reference.parameters(), strict=True):
+        grad = left.grad.full_tensor() if isinstance(left.grad, DTensor) else left.grad
+        torch.testing.assert_close(grad, right.grad, rtol=1e-5, atol=1e-6)
+    twins.update()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("order", ["ns", "snns", "nsns", "ssnnns"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_order_of_sync_and_no_sync_accumulates_as_ddp_does(num_ranks: int, order: str, stage: int) -> None:
+    run_ranks(_accumulates, num_ranks, order, stage)
+
+
+def _accumulates(order: str, stage: int) -> None:
+    twins = Twins(stage, compute_dtype="float32")
+    _accumulate(twins, order)
+    _accumulate(twins, order, _halve_gradients)
+
+
+def _halve_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_hooks_of_parameters_see_and_change_gradients(stage: int) -> None:
+    twins = Twins(stage)
+    calls: list[str] = []
+
+    def hook(model: nn.Module, kind: str) -> None:
+        def halve(grad: Tensor) -> Tensor:
+            calls.append(kind)
+            assert grad.shape == model.head.weight.shape and not isinstance(grad, DTensor)
+            return grad * 0.5
+
+        model.head.weight.register_hook(halve)
+        handle = model.enter.bias.register_hook(lambda grad: grad * 100)
+        handle.remove()
+
+    hook(twins.model, "own")
+    hook(twins.reference, "reference")
+    twins.step(2)
+    assert calls.count("own") == 2 and calls.count("reference") == 2 * twins.num_ranks
+
+
+@_SHARDED
+@on_ranks(2)
+def test_optimizer_in_backward_trains(stage: int) -> None:
+    twins = Twins(stage)
+
+    def attach(model: nn.Module) -> None:
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+        def step(param: Tensor) -> None:
+            optimizers[param].step()
+            param.grad = None
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+
+    attach(twins.model)
+    for _ in range(3):
+        twins.loss(twins.model, twins.own()).backward()
+        for param in twins.model.parameters():
+            assert param.grad is None
+        twins.backward_reference()
+        with torch.no_grad():
+            for param in twins.reference.parameters():
+                param.sub_(0.1 * param.grad)
+                param.grad = None
+        twins.steps_done += 1
+        assert_same(twins.model, twins.reference)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_backward_gives_gradients_to_the_inputs_named_and_grad_is_refused(stage: int) -> None:
+    twins = Twins(stage)
+    for _ in range(2):
+        square_loss(twins.model, twins.own()).backward(inputs=[twins.model.head.weight, twins.model.blocks[0].up.bias])
+        assert [name for name, p in twins.model.named_parameters() if p.grad is not None] == [
+            "blocks.0.up.bias",
+            "head.weight",
+        ]
+        twins.model.zero_grad()
+    twins.step()
+    loss = square_loss(twins.model, twins.own())
+    with pytest.raises(
+        zero.UsageError, match=r"autograd.grad does not work for the partitioned parameter 'head.weight'"
+    ):
+        torch.autograd.grad(loss, [twins.model.head.weight])
+    twins.step()
+
+
+@_SHARDED
+@on_ranks(2)
+def test_whole_states_of_a_plain_adam_are_cut_when_they_are_loaded(stage: int) -> None:
+    twins = Twins(stage)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (twins.model, twins.reference)]
+    optimizers[1] = torch.optim.AdamW(twins.reference.parameters(), lr=0.01, fused=True)
+    twins.optimizers = optimizers
+    twins.backward_reference()
+    optimizers[1].step()
+    twins.model.load_state_dict(twins.reference.state_dict())
+    optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    twins.reference.zero_grad()
+    twins.step(2)
+    state = optimizers[0].state_dict()
+    state["state"][0]["exp_avg"] = torch.zeros(9, 3)
+    optimizers[0].load_state_dict(state)
+    twins.loss(twins.model, twins.own()).backward()
+    with pytest.raises(zero.PartitionError, match=r"'exp_avg' of 'enter.weight'"):
+        optimizers[0].step()
+
+
+@_SHARDED
+@on_ranks(2)
+def test_optimizers_that_need_whole_matrices_are_refused_by_name(stage: int) -> None:
+    twins = Twins(stage)
+    twins.loss(twins.model, twins.own()).backward()
+    for make in (torch.optim.Adafactor, torch.optim.Rprop):
+        with pytest.raises(zero.UsageError, match=f"{make.__name__} cannot step"):
+            make(twins.model.parameters(), lr=0.1).step()
+
+
+# ---- reads -----------------------------------------------------------------------------------------------------------
+
+
+class Reading(Net):
+    """Reads parameters of modules that it does not call, in the root's forward, in another module, in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.extra = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+        self.reader = Reader(self.table)
+
+    def forward(self, x: Tensor, checkpointing: str = "") -> Tensor:
+        x = self.enter(x) @ self.extra[0].weight + self.extra[1].bias + self.frozen.weight.sum(0)
+        x = x + self.table.weight[:4].mean(0)
+        for block in self.blocks:
+            x = self._run(block, x, checkpointing)
+        x = self._run(self.reader, x, checkpointing)
+        weight = self.head.weight
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        return nn.functional.linear(x, weight, self.head.bias) + weight.sum()
+
+    def _run(self, module: nn.Module, x: Tensor, checkpointing: str) -> Tensor:
+        if not checkpointing:
+            return module(x)
+        return checkpoint(module, x, use_reentrant=checkpointing == "reentrant")
+
+
+class Reader(nn.Module):
+    """Reads the weight of a module that lies elsewhere."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.tables = [table]  # not its child
+        self.mix = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x) + (x @ self.tables[0].weight.t()).tanh().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("checkpointing", ["", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
+@_EXCHANGES
+@_SHARDED
+@on_ranks(2)
+def test_parameters_read_outside_their_modules_are_whole_and_trained(
+    stage: int, collectives: str, prefetch_bytes: int, checkpointing: str
+) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, checkpointing).pow(2).mean() * 0.01 + model(x * 2).abs().mean() * 0.01
+
+    twins = Twins(stage, Reading, loss, collectives=collectives, prefetch_bytes=prefetch_bytes)
+    twins.step(3)
+    twins.assert_same_output()
+    loss(twins.model, twins.own())  # a graph that is dropped
+    twins.step()
+    assert isinstance(twins.model.head.weight, DTensor)  # at rest
+
+
+@_SHARDED
+@on_ranks(2)
+def test_full_tensor_outside_a_forward_is_reduced_and_other_uses_say_what_to_do(stage: int) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        hidden = model.blocks(x) if isinstance(model.blocks, nn.Sequential) else model(x)
+        weight = model.head.weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        penalty = model.enter.weight.pow(2).sum()
+        penalty = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+        return (hidden @ weight).pow(2).mean() + penalty
+
+    twins = Twins(stage, loss=loss)
+    twins.step(3)
+    with pytest.raises(zero.UsageError, match=r"parameter 'head.weight', which hf_zero has partitioned.*Gathered"):
+        nn.functional.linear(torch.ones(2, 5), twins.model.head.weight)
+    with pytest.raises(zero.UsageError, match=r"value computed from a parameter.*full_tensor"):
+        twins.model(twins.own()).sum() + twins.model.head.weight.pow(2).sum()
+    twins.step()
+
+
+# ---- what leaves a call ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Plain:
+    """An output that torch's trees do not know."""
+
+    value: Tensor
+    weight: Tensor
+
+
+class Positions(nn.Module):
+    """Hands out slices of its parameter, as learned positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, count: int) -> Tensor:
+        return self.table if count == 4 else self.table[:count]
+
+
+class Leaking(nn.Module):
+    """A block whose values leave it in every way but an ordinary return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(5)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Plain:
+        hidden = self.inner(x)
+        self.kept = (hidden * self.scale).tanh()
+        return Plain(hidden * self.scale, self.scale)
+
+
+class Escaping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.enter = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(Leaking() for _ in range(2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) + self.positions(4) * 2 + self.positions(1)
+        for block in self.blocks:
+            output = block(x)
+            x = output.value + output.weight
+        return self.head(x)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
+@_SHARDED
+@on_ranks(2)
+def test_values_that_leave_a_call_by_any_way_are_never_read_from_released_memory(
+    stage: int, prefetch_bytes: int
+) -> None:
+    caught: dict[int, Tensor] = {}
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total = model(x).pow(2).mean()
+        return total + sum(block.kept.sum() for block in model.blocks) + caught[id(model)].sum()
+
+    twins = Twins(stage, Escaping, loss, prefetch_bytes=prefetch_bytes)
+    for model in (twins.model, twins.reference):
+        model.blocks[0].inner.up.register_forward_hook(
+            lambda module, args, output, model=model: caught.__setitem__(id(model), output.tanh())
+        )
+    with torch.no_grad():
+        twins.model(twins.own())
+    twins.step(3)
+    hidden = twins.model.blocks[1].kept  # of a graph whose outputs are never used
+    hidden.sum().backward() if hidden.requires_grad and twins.steps_done < 0 else None
+    if stage == 3:
+        assert not any(unit.is_held for unit in twins.engine.units)
+
+
+class Holding(nn.Module):
+    """Leaves a view of its weight in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.transposed = self.weight.t()
+        return x @ self.transposed
+
+
+class Held(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holding = Holding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.holding(self.enter(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.holding.transposed.sum(0))
+
+
+@on_ranks(2)
+def test_a_view_kept_by_a_module_keeps_its_unit_whole() -> None:
+    twins = Twins(3, Held, prefetch_bytes=0)
+    twins.step(3)
+    twins.assert_same_output()
+    assert [unit.name for unit in twins.engine.units if unit.is_held] == ["holding"]
+
+
+# ---- interrupts and changed models -----------------------------------------------------------------------------------
+
+
+class Interrupted(Net):
+    interrupts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.interrupts = self.interrupts
+        return super().forward(x)
+
+
+class InterruptedBlock(Block):
+    interrupts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.interrupts:
+            raise KeyboardInterrupt
+        return x
+
+
+def _interrupted() -> nn.Module:
+    model = Interrupted()
+    model.blocks[1] = InterruptedBlock(5)
+    return model
+
+
+@_SHARDED
+@on_ranks(2)
+def test_training_goes_on_after_ctrl_c_in_a_forward(stage: int) -> None:
+    twins = Twins(stage, _interrupted)
+    twins.step()
+    twins.model.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        twins.model(twins.own())
+    assert all(isinstance(param, DTensor) for param in twins.model.parameters())
+    twins.model.interrupts = False
+    twins.step(2)
+
+
+@contextlib.contextmanager
+def _new_optimizers(twins: Twins) -> Iterator[None]:
+    yield
+    with torch.no_grad():
+        twins.model(twins.own())  # a forward notices what has changed
+    twins.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (twins.model, twins.reference)]
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_new_heads_children_and_ties_are_noticed_at_the_next_forward(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    with _new_optimizers(twins):
+        torch.manual_seed(1 + twins.rank)
+        for model in (twins.model, twins.reference):
+            torch.manual_seed(1)
+            model.head = nn.Linear(5, 3)
+    twins.step(2)
+    with _new_optimizers(twins):
+        for model in (twins.model, twins.reference):
+            torch.manual_seed(2)
+            model.blocks.append(Block(5))
+    twins.step(2)
+    with _new_optimizers(twins):
+        for model in (twins.model, twins.reference):
+            model.blocks[0].up.weight = model.blocks[1].up.weight
+    twins.step(2)
+
+
+class InPlace(nn.Module):
+    """A frozen block that changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.up(x)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_a_frozen_block_may_change_its_input_in_place(stage: int) -> None:
+    def make() -> nn.Module:
+        model = Net()
+        model.blocks = nn.ModuleList([InPlace(), InPlace()])
+        model.blocks.requires_grad_(False)
+        return model
+
+    Twins(stage, make, prefetch_bytes=0).step(3)
+
+
+@on_ranks(2)
+def test_sparse_embeddings_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3))
+    with pytest.raises(zero.PartitionError, match=r"'0' is an Embedding with sparse=True"):
+        zero.shard_model(model, {"stage": 3})

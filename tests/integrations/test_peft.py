@@ -1,0 +1,136 @@
+"""Adapters on a partitioned model: what PEFT makes, merges and writes is what it is on the plain one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hf_zero as zero
+from tests.models import CASES, make_model
+from tests.ranks import on_ranks, run_ranks
+
+
+def _lora(**options: Any) -> LoraConfig:
+    return LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian", **options)
+
+
+def _with_lora() -> nn.Module:
+    return get_peft_model(make_model(CASES["llama"]), _lora())
+
+
+def _with_resized_embeddings() -> nn.Module:
+    model = make_model(CASES["llama"])
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    return get_peft_model(model, _lora())
+
+
+def _with_a_second_frozen_adapter() -> nn.Module:
+    model = get_peft_model(make_model(CASES["llama"]), _lora())
+    model.add_adapter("second", LoraConfig(r=5, target_modules=["q_proj"], init_lora_weights="gaussian"))
+    return model
+
+
+def _on_embeddings() -> nn.Module:
+    return get_peft_model(make_model(CASES["llama"]), LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]))
+
+
+def _with_saved_modules() -> nn.Module:
+    return get_peft_model(make_model(CASES["llama"]), _lora(modules_to_save=["lm_head"]))
+
+
+_MODELS = [_with_lora, _with_resized_embeddings, _with_a_second_frozen_adapter, _on_embeddings, _with_saved_modules]
+
+
+def _save(folder: str, stage: int | None) -> None:
+    for make in _MODELS:
+        torch.manual_seed(0)
+        model = make()
+        if stage is not None:
+            zero.shard_model(model, {"stage": stage})
+        model.save_pretrained(f"{folder}/{make.__name__}/{stage}", save_embedding_layers="auto")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_saved_adapters_are_byte_for_byte_those_of_the_plain_model(stage: int, tmp_path: Path) -> None:
+    run_ranks(_save, 1, str(tmp_path), None)
+    run_ranks(_save, 2, str(tmp_path), stage)
+    for make in _MODELS:
+        plain, ours = tmp_path / make.__name__ / "None", tmp_path / make.__name__ / str(stage)
+        files = sorted(path.relative_to(plain) for path in plain.rglob("*.safetensors"))
+        assert files == sorted(path.relative_to(ours) for path in ours.rglob("*.safetensors")) and files
+        for file in files:
+            assert (plain / file).read_bytes() == (ours / file).read_bytes(), (make.__name__, file)
+            assert load_file(ours / file).keys()
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {
+            name: param.full_tensor() if isinstance(param, DTensor) else param.clone()
+            for name, param in model.named_parameters()
+        }
+
+
+def _merged(model: nn.Module) -> dict[str, Tensor]:
+    for name, param in model.named_parameters():
+        if "ia3" in name:
+            param.data.mul_(1.5)
+    assert isinstance(model, PeftModel)
+    model.merge_adapter()
+    return _values(model)
+
+
+def _ia3() -> nn.Module:
+    return get_peft_model(
+        make_model(CASES["llama"]),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_merging_ia3_into_the_rows_is_merging_it_into_the_whole(stage: int) -> None:
+    plain, ours = _ia3(), _ia3()
+    ours.load_state_dict(plain.state_dict())
+    zero.shard_model(ours, {"stage": stage})
+    _same(_merged(ours), _merged(plain))
+
+
+def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(left[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _adapters_of_kind(kind: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=kind)
+    )
+
+
+@pytest.mark.parametrize("kind", ["olora", "pissa"])
+@on_ranks(2)
+def test_initialisations_that_need_whole_weights_work_inside_gathered_parameters(kind: str) -> None:
+    torch.manual_seed(0)
+    plain, ours = make_model(CASES["llama"]), make_model(CASES["llama"])
+    ours.load_state_dict(plain.state_dict())
+    zero.shard_model(ours, {"stage": 3})
+    with zero.GatheredParameters(ours):
+        adapted = _adapters_of_kind(kind)(ours)
+    reference = _adapters_of_kind(kind)(plain)
+    zero.shard_model(adapted, {"stage": 3})
+    ids = CASES["llama"].batch(0, 0)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(**ids).logits, reference(**ids).logits, rtol=1e-4, atol=1e-4)
+    other = make_model(CASES["llama"])
+    zero.shard_model(other, {"stage": 3})
+    with pytest.raises(
+        zero.UsageError, match=r"'model.layers.0.self_attn.q_proj.weight' is partitioned.*GatheredParameters"
+    ):
+        _adapters_of_kind(kind)(other)
