@@ -1,4 +1,4 @@
-"""The command `hf-zero`: looks at checkpoints, verifies, exports and imports them. Without torch until a command runs."""
+"""The command `hf-zero`: inspects, verifies, exports and imports checkpoints. Imports torch only when a command runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: its words; those of the process by default.
+        argv: its arguments; those of the process by default.
 
     Returns:
-        The exit code: 0, or 1 after an error or where a checkpoint is damaged. Wrong usage exits with 2.
+        The exit code: 0, or 1 after an error or if a checkpoint is damaged. Wrong usage exits with 2.
     """
     args = _parser().parse_args(argv)
     try:
@@ -48,18 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-zero", description="Checkpoints of hf_zero, without starting any ranks.")
+    parser = argparse.ArgumentParser(prog="hf-zero", description="Handle checkpoints of hf_zero, and run benchmarks.")
     parser.add_argument("--version", action="version", version=f"hf-zero {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     inspect = commands.add_parser("inspect", help="show what a checkpoint, or a folder of safetensors files, holds")
     inspect.add_argument("folder", type=Path, metavar="DIR")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor, not only totals")
-    inspect.add_argument("--no-verify", action="store_true", help="read headers only; checksums are not compared")
+    inspect.add_argument("--no-verify", action="store_true", help="read headers only; do not compare checksums")
     inspect.set_defaults(run=_inspect)
 
     verify = commands.add_parser(
-        "verify", help="compare every byte of a checkpoint, or of all of a run, with checksums"
+        "verify", help="check every byte of a checkpoint, or of all checkpoints of a run, against checksums"
     )
     verify.add_argument(
         "folder", type=Path, metavar="DIR", help="a checkpoint, or a run with folders like checkpoint-N"
@@ -68,21 +68,21 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="write weights, configuration and tokenizer for from_pretrained")
     export.add_argument("folder", type=Path, metavar="DIR")
-    export.add_argument("out", type=Path, metavar="OUT", help="must not exist, or be empty")
+    export.add_argument("out", type=Path, metavar="OUT", help="must not exist, or must be empty")
     export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights (default: as they are)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point weights (default: their own)"
     )
     export.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of one file, like 500MB (default: 5GB)"
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of one file, such as 500MB (default: 5GB)"
     )
     export.set_defaults(run=_export)
 
-    imports = commands.add_parser("import", help="make a checkpoint of another library's, with its Adam states")
-    imports.add_argument("kind", choices=("deepspeed", "dcp"), help="a ZeRO checkpoint, or torch's distributed one")
+    imports = commands.add_parser("import", help="convert another library's checkpoint, with its Adam states")
+    imports.add_argument("kind", choices=("deepspeed", "dcp"), help="DeepSpeed ZeRO, or torch.distributed.checkpoint")
     imports.add_argument("folder", type=Path, metavar="DIR")
     imports.add_argument("out", type=Path, metavar="OUT")
     imports.add_argument(
-        "--allow-pickle", action="store_true", help="read pickles, which can run any code: only of who you trust"
+        "--allow-pickle", action="store_true", help="read pickles, which can run any code: only from sources you trust"
     )
     imports.set_defaults(run=_import)
 
@@ -152,7 +152,7 @@ def _facts(contents: Contents) -> list[tuple[str, str]]:
 
 
 def _totals(contents: Contents) -> list[tuple[str, ...]]:
-    """A line for each dtype in each group of files, whose shards count together."""
+    """One line for each dtype in each group of files; the shards of a group count together."""
     sums: dict[tuple[str, str], list[int]] = {}
     for name, tensors in contents.tensors.items():
         for tensor in tensors:
@@ -262,7 +262,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 class _Bar:
-    """What is being done and how far it is, in bytes, on one line of a terminal; nothing elsewhere."""
+    """A progress bar that counts bytes, on one line of a terminal; shows nothing if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream if stream.isatty() else None
@@ -270,7 +270,7 @@ class _Bar:
         self._doing = ""
 
     def show(self, doing: str, done: int, total: int) -> None:
-        """Redraw, if what is to be seen has changed."""
+        """Redraw the line if its text has changed."""
         if self._stream is None:
             return
         if doing != self._doing:

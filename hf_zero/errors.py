@@ -6,7 +6,7 @@ class ZeroError(Exception):
 
 
 class ConfigError(ZeroError, ValueError):
-    """A configuration has an unknown key, a wrong value, or asks for what cannot be combined."""
+    """A configuration has an unknown key or a wrong value, or asks for things that cannot be combined."""
 
 
 class PartitionError(ZeroError, RuntimeError):
@@ -22,4 +22,4 @@ class UsageError(ZeroError, RuntimeError):
 
 
 class CheckpointError(ZeroError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or does not belong to what is to be loaded."""
+    """A checkpoint cannot be written, is damaged, or does not match what it is to be loaded into."""

@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 64
 class RowLayout:
     """How a row-major tensor is cut on dim 0 over `num_ranks` ranks, as `DTensor`'s `Shard(0)` does.
 
-    Every rank owns `chunk_rows = ceil(rows / num_ranks)` rows, but the last ones, which may own fewer or none. A buffer
+    Every rank owns `chunk_rows = ceil(rows / num_ranks)` rows, except the last ones, which may own fewer or none. A buffer
     of `padded_numel` elements therefore holds all chunks at equal distances, with the whole tensor as its prefix.
 
     Attributes:
@@ -70,7 +70,7 @@ class RowLayout:
         return (rows, *self.shape[1:])
 
     def rows_of(self, whole: Tensor, rank: int) -> Tensor:
-        """The rows of `whole` (of this shape) that `rank` owns; a view, where `whole` is contiguous."""
+        """The rows of `whole` (of this shape) that `rank` owns; a view if `whole` is contiguous."""
         start, stop = self.span(rank)
         return whole.reshape(-1)[start:stop].view(self.local_shape(rank))
 
@@ -86,10 +86,10 @@ class RowLayout:
 
 
 def place(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Lay blocks of `sizes_bytes` one after the other, each aligned to 64 bytes.
+    """Lay out blocks of `sizes_bytes` one after another, each aligned to 64 bytes.
 
     Returns:
-        The offset of every block, and the bytes of all together.
+        The offset of every block, and the total number of bytes.
     """
     offsets, end = [], 0
     for size in sizes_bytes:

@@ -1,8 +1,8 @@
 """Train a causal language model with ZeRO on the plain transformers Trainer, from text to a safetensors folder.
 
-The script is transformers' `run_clm.py` in small, and one thing differs: its training arguments are a
-`ZeroTrainingArguments`, made before the model. Without `--model_name_or_path` it trains a small Llama on bytes, and
-without data arguments on the Python standard library's sources, so it runs with nothing downloaded:
+The script is a small version of transformers' `run_clm.py` with one difference: its training arguments are
+`ZeroTrainingArguments`, created before the model. Without `--model_name_or_path` it trains a small Llama on bytes, and
+without data arguments it trains on the Python standard library's sources, so it runs without any download:
 
     accelerate launch --config_file configs/accelerate/cpu2.yaml recipes/clm.py --zero configs/zero3.yaml \
         --output_dir out --max_steps 60 --learning_rate 3e-3 --warmup_steps 5 --logging_steps 10 --logging_first_step \
@@ -45,7 +45,7 @@ import hf_zero as zero
 logger = logging.getLogger("clm")
 
 FILE_BUILDERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
-# Not written to be read: installed packages, tests and their fixtures, generated tables.
+# Not meant to be read: installed packages, tests and their fixtures, generated tables.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
 
@@ -60,7 +60,7 @@ class ModelArguments:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Type of the parameters; 'auto' is the checkpoint's own."}
     )
-    hidden_size: int = field(default=256, metadata={"help": "This and the sizes below: without a model name only."})
+    hidden_size: int = field(default=256, metadata={"help": "This and the sizes below: only without a model name."})
     intermediate_size: int = 704
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
@@ -68,7 +68,7 @@ class ModelArguments:
 
     @property
     def hub_kwargs(self) -> dict[str, Any]:
-        """What every `from_pretrained` is told."""
+        """The arguments of every `from_pretrained`."""
         return {"revision": self.revision, "token": self.token, "trust_remote_code": self.trust_remote_code}
 
 
@@ -80,12 +80,12 @@ class DataArguments:
     validation_file: str | None = field(default=None, metadata={"help": "Held-out text, of one of these types."})
     dataset_name: str | None = field(default=None, metadata={"help": "A dataset on the hub."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    text_column: str | None = field(default=None, metadata={"help": "Default: 'text', or the first that holds text."})
+    text_column: str | None = field(default=None, metadata={"help": "Default: 'text', or the first one with text."})
     block_size: int = field(default=128, metadata={"help": "Tokens in a training example."})
     validation_percentage: int = field(
-        default=5, metadata={"help": "Share of the text (files of sources, rows of data) held out if none is given."}
+        default=5, metadata={"help": "Share of the text (source files, or rows of data) held out if none is given."}
     )
-    max_train_files: int | None = field(default=100, metadata={"help": "Source files to train on; default text only."})
+    max_train_files: int | None = field(default=100, metadata={"help": "Source files to train on (default text only)."})
     max_eval_samples: int = field(default=128, metadata={"help": "Held-out blocks to evaluate on, at most."})
     verify_export: bool = field(
         default=False, metadata={"help": "Load the export in a plain process, and compare its held-out loss."}
@@ -110,7 +110,7 @@ class DataArguments:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of the 256 bytes and one special token, made without a download; text comes back as it was."""
+    """A tokenizer of the 256 bytes and one special token, made without a download; decoding gives the same text back."""
     end = "<|endoftext|>"
     vocabulary = {token: index for index, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), end])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -142,7 +142,7 @@ def load_config_and_tokenizer(args: ModelArguments) -> tuple[PreTrainedConfig, P
 
 
 def check_block_size(block_size: int, config: PreTrainedConfig) -> None:
-    """Raise where a block is longer than the positions that the model knows."""
+    """Raise if a block has more tokens than the model has positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and block_size > positions:
         raise ValueError(f"--block_size {block_size}: the model has {positions} positions; give at most that.")
@@ -151,8 +151,8 @@ def check_block_size(block_size: int, config: PreTrainedConfig) -> None:
 def split_by_file(paths: Iterable[str], percentage: int) -> tuple[list[str], list[str]]:
     """Split relative paths into those to train on and those held out, by a hash of the path alone.
 
-    A file keeps its side on every rank and machine, and whatever else is there. Both come in the order of the hash,
-    so that the first few are a sample of all.
+    A file keeps its side on every rank and machine, whatever other files there are. Both lists are in the order of the
+    hash, so that the first few are a sample of all.
     """
     ordered = sorted((int(hashlib.sha256(path.encode()).hexdigest(), 16), path) for path in paths)
     train = [path for digest, path in ordered if digest % 100 >= percentage]
@@ -195,7 +195,7 @@ def load_texts(args: DataArguments, token: str | None = None) -> dict[str, Datas
     else:
         root = Path(sysconfig.get_paths()["stdlib"])
         return load_python_sources(root, args.validation_percentage, args.max_train_files)
-    if "validation" not in texts:  # the last rows, not random ones: neighbouring lines know too much of each other
+    if "validation" not in texts:  # the last rows, not random ones: neighbouring lines tell too much about each other
         whole = texts["train"]
         num_train = len(whole) - math.ceil(len(whole) * args.validation_percentage / 100)
         texts = {"train": whole.take(num_train), "validation": whole.skip(num_train)}

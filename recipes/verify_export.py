@@ -1,6 +1,6 @@
 """Load an exported folder in plain transformers, and compare its held-out loss with the one reported in training.
 
-`clm.py --verify_export` runs this in a process of its own; it works as well alone, anywhere the folder is copied to:
+`clm.py --verify_export` runs this in a process of its own. It also works alone, wherever the folder is copied to:
 
     python recipes/verify_export.py out
 """
@@ -41,13 +41,13 @@ def verify_export(trainer: Trainer, blocks: list[list[int]], how: str, is_fp32: 
     """Leave the sharded model's loss on held-out blocks in the export, and have a plain process compute it too.
 
     Every rank calls this after `trainer.save_model()`, because the forward gathers. Rank 0 starts the process, without
-    the launcher's variables, and exits with its code where the losses differ.
+    the launcher's variables, and exits with its code if the losses differ.
 
     Args:
         trainer: after `save_model()`; `trainer.model` may be sharded.
         blocks: token ids, all equally long; the first 128 are used.
         how: where the trainer's loss comes from, in words: "under ZeRO stage 3".
-        is_fp32: nothing computed in half precision, so the losses agree to 1e-4 and not just 1e-2 of their size.
+        is_fp32: nothing was computed in half precision, so the losses must agree to 1e-4, not just 1e-2, of their size.
     """
     folder, blocks = str(trainer.args.output_dir), blocks[:NUM_BLOCKS]
     loss = held_out_loss(trainer.model, blocks)

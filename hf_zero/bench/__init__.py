@@ -1,1 +1,1 @@
-"""Benchmarks that a user runs on their own machine, and that hf_zero judges itself by."""
+"""Benchmarks that users can run on their own machines, and by which hf_zero judges itself."""

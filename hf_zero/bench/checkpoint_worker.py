@@ -41,7 +41,7 @@ def make_model(sizes: dict[str, int]) -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW that has made a step, so that its state is there."""
+    """AdamW that has made a step, so that its state exists."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Engine:
-    """What every engine can do with a folder: `save`, `load`, `export`; and `save_async`, where it has one.
+    """What every engine can do with a folder: `save`, `load`, `export`, and `save_async` if it has one.
 
     Args:
         sizes: of the model's config.
@@ -67,19 +67,19 @@ class Engine:
         return dist.get_rank() == 0
 
     def save(self, folder: Path) -> None:
-        """Weights and optimizer state; on the disk when it returns."""
+        """Save weights and optimizer state; they are on disk when this returns."""
         if self.is_first:
             self.export(folder)
             torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
             disk.sync_file(folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
-        """What `save` saved; each rank reads everything."""
+        """Load what `save` saved; each rank reads everything."""
         self.model.load_state_dict(load_file(folder / "model.safetensors"))
         self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
 
     def export(self, folder: Path) -> None:
-        """A folder for `from_pretrained`, on the disk."""
+        """Write a folder for `from_pretrained`; it is on disk when this returns."""
         if self.is_first:
             self.model.save_pretrained(folder)  # type: ignore[operator]
             disk.sync_file(folder / "model.safetensors")
@@ -107,16 +107,16 @@ class HfZero(Engine):
         staged.commit(Manifest(step=1, world_size=self.world.num_ranks, stage=3))
 
     def save(self, folder: Path) -> None:
-        """A committed checkpoint with checksums."""
+        """Write a committed checkpoint with checksums."""
         self._save(folder, is_async=False)
 
     def save_async(self, folder: Path) -> Callable[[], object]:
-        """Return when training may go on."""
+        """Return as soon as training may continue."""
         self._save(folder, is_async=True)
         return lambda: wait_for(self.world)
 
     def load(self, folder: Path) -> None:
-        """All checksums are verified first."""
+        """Verify all checksums, then load."""
         verify(folder, self.world)
         read_model(self.model, folder, self.world)
         plan, sources = LoadedState(folder, "optimizer", self.optimizer, self.model).install()
@@ -142,16 +142,16 @@ class Fsdp2(Engine):
         return {"model": model, "optimizer": optimizer}
 
     def save(self, folder: Path) -> None:
-        """One file a rank, in the shape of the ranks; synced."""
+        """Write one file per rank, cut as the ranks are; synced."""
         dcp.save(self._state(), checkpoint_id=folder)
 
     def save_async(self, folder: Path) -> Callable[[], object]:
-        """torch's own."""
+        """Use torch's own asynchronous save."""
         future: Any = dcp.async_save(self._state(), checkpoint_id=folder)
         return lambda: future.result()
 
     def load(self, folder: Path) -> None:
-        """In place."""
+        """Load in place."""
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
         dcp_state.set_state_dict(
@@ -159,7 +159,7 @@ class Fsdp2(Engine):
         )
 
     def export(self, folder: Path) -> None:
-        """Gathered on rank 0."""
+        """Gather on rank 0, which writes."""
         state = dcp_state.get_model_state_dict(self.model, options=_FULL)
         if self.is_first:
             folder.mkdir(exist_ok=True)
@@ -173,7 +173,7 @@ class Fsdp2Full(Fsdp2):
     save_async = None  # type: ignore[assignment]
 
     def save(self, folder: Path) -> None:
-        """Gathered, then written by rank 0; synced."""
+        """Gather, then write on rank 0; synced."""
         model, optimizer = dcp_state.get_state_dict(self.model, self.optimizer, options=_FULL)
         if self.is_first:
             folder.mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ class Fsdp2Full(Fsdp2):
             disk.sync_file(folder / "all.pt")
 
     def load(self, folder: Path) -> None:
-        """Every rank maps the whole file."""
+        """Map the whole file on every rank, and load from it."""
         saved = torch.load(folder / "all.pt", weights_only=True, mmap=True)
         dcp_state.set_state_dict(
             self.model,
@@ -218,7 +218,7 @@ def main() -> None:
     if engine.is_first:
         shutil.rmtree(folder)
     dist.destroy_process_group()
-    os._exit(0)  # the memory that is measured is the training's, not that of tearing it down
+    os._exit(0)  # what is measured is the training's memory, not tearing it down
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A process that writes a checkpoint of random weights, so that no process that is measured has made them."""
+"""A process that writes a checkpoint of random weights, so that no measured process has to make them."""
 
 from __future__ import annotations
 

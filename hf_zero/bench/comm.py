@@ -13,16 +13,16 @@ from hf_zero.bench.processes import BenchError, run_ranks
 
 
 def run(num_ranks: int, sizes_mib: Sequence[float], repeats: int) -> dict[str, Any]:
-    """Measure on fresh ranks, or, in a process that a launcher has started, on the ranks that it has started.
+    """Measure on fresh ranks, or, in a process that a launcher has started, on the launcher's ranks.
 
     Args:
         num_ranks: processes to start.
         sizes_mib: of the whole tensor, fp32.
-        repeats: of each exchange; the least time counts, of the slowest rank.
+        repeats: of each exchange; the least time of the slowest rank counts.
 
     Returns:
         {"ranks", "chosen", "reason", "timings": {implementation: [[bytes, seconds to gather, to reduce-scatter], ...]}}.
-        Empty on the launched ranks but the first.
+        Empty on launched ranks other than the first.
     """
     if num_ranks < 2 or repeats < 1 or not sizes_mib or min(sizes_mib) <= 0:
         raise BenchError("an exchange needs at least two ranks, one repeat, and sizes above 0")
@@ -47,5 +47,5 @@ def table(found: dict[str, Any]) -> str:
 
 
 def write_json(found: dict[str, Any], path: Path) -> None:
-    """What `run` found."""
+    """Write what `run` found."""
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The commands `hf-zero bench ...`. Without torch until one runs."""
+"""The commands `hf-zero bench ...`. Imports torch only when one of them runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def add_benchmarks(kinds: Any) -> None:
     )
     saving.add_argument("--ranks", type=int, default=2)
     saving.add_argument("--rounds", type=int, default=3)
-    saving.add_argument("--engines", default="plain,hf_zero,fsdp2-dcp,fsdp2-full", help="comma list; this is all")
+    saving.add_argument("--engines", default="plain,hf_zero,fsdp2-dcp,fsdp2-full", help="comma-separated (all)")
     saving.set_defaults(run=_bench_checkpoint)
     _add_bench_step(kinds)
     comm = kinds.add_parser("comm", help="every implementation of the exchange between ranks, at several sizes")
-    comm.add_argument("--ranks", type=int, default=2, help="processes to start, where no launcher has (2)")
-    comm.add_argument("--sizes", type=_numbers, default="0.25,1,4,16,64", help="comma list of MiB (0.25,1,4,16,64)")
+    comm.add_argument("--ranks", type=int, default=2, help="processes to start, if no launcher has (2)")
+    comm.add_argument("--sizes", type=_numbers, default="0.25,1,4,16,64", help="MiB, comma-separated (0.25,1,4,16,64)")
     comm.add_argument("--repeats", type=int, default=5, help="of each exchange (5)")
     comm.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     comm.set_defaults(run=_bench_comm)
@@ -32,7 +32,7 @@ def add_benchmarks(kinds: Any) -> None:
     loading.add_argument("--ranks", type=int, default=2)
     loading.add_argument("--rounds", type=int, default=5)
     loading.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
-    loading.add_argument("--engines", default="plain,transformers,deepspeed,hf_zero", help="comma list; this is all")
+    loading.add_argument("--engines", default="plain,transformers,deepspeed,hf_zero", help="comma-separated (all)")
     loading.add_argument("--json", type=Path, metavar="FILE", help="write what every rank found")
     loading.set_defaults(run=_bench_load)
 
@@ -41,16 +41,16 @@ def _add_bench_step(kinds: Any) -> None:
     step = kinds.add_parser("step", help="time, memory and traffic of training steps")
     step.add_argument("--model", default="llama-34m", help="a named size, or a folder with a config (llama-34m)")
     step.add_argument("--ranks", type=int, default=2, help="processes (2)")
-    step.add_argument("--batch-size", type=int, default=4, help="sequences a rank (4)")
-    step.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (128)")
-    step.add_argument("--steps", type=int, default=10, help="timed steps a run (10)")
+    step.add_argument("--batch-size", type=int, default=4, help="sequences per rank (4)")
+    step.add_argument("--seq-len", type=int, default=128, help="tokens per sequence (128)")
+    step.add_argument("--steps", type=int, default=10, help="timed steps per run (10)")
     step.add_argument("--rounds", type=int, default=9, help="runs of each engine, in turn (9)")
     step.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in (float32)")
     step.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     step.add_argument(
         "--engines",
         default="local,ddp,zero0,zero1,zero2,zero3,fsdp2",
-        help="comma list of local (exchanges nothing), ddp, zero0..zero3 (zero3:pairwise names the exchange, zero3:none has "
+        help="comma-separated: local (exchanges nothing), ddp, zero0..zero3 (zero3:pairwise names the exchange, zero3:none has "
         "none), fsdp2, fsdp2-noreshard, zero-redundancy-optimizer, fairscale-oss, fairscale-sdp, deepspeed1..deepspeed3",
     )
     step.add_argument("--json", type=Path, metavar="FILE", help="write every run")

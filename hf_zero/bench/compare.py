@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_zero.bench.figures import Spread, ratio_of
 
-# Engine -> rounds -> figure -> value; None where it could not be measured.
+# Engine -> rounds -> figure -> value; None if it could not be measured.
 Round = Mapping[str, float | None]
 Found = Mapping[str, Sequence[Round]]
 
@@ -30,13 +30,13 @@ class Figure:
 
 
 def worst(ranks: Sequence[Round], keys: Collection[str]) -> dict[str, float | None]:
-    """For each key the greatest value of any rank, in one round."""
+    """For each key, the greatest value of any rank in one round."""
     values = {key: [value for rank in ranks if (value := rank[key]) is not None] for key in keys}
     return {key: max(of_ranks, default=None) for key, of_ranks in values.items()}
 
 
 def ratios(found: Found, engine: str, key: str, others: Collection[str]) -> list[float]:
-    """A figure of `engine` over the least of `others`, of the same round; rounds that lack either are left out."""
+    """A figure of `engine` over the least of `others` in the same round; rounds that lack either are left out."""
     result = []
     for number, mine in enumerate(found[engine]):
         theirs = [value for other in others if (value := found[other][number][key]) is not None]
@@ -54,7 +54,7 @@ def others_than(found: Found, engine: str) -> list[str]:
 def table(found: Found, figures: Sequence[Figure], invalid: Collection[str] = ()) -> str:
     """Medians over the rounds, with the least and the greatest; then the ratios to `plain` and to the best other engine.
 
-    Ratios have 95% bootstrap intervals, and "ahead" or "behind" where these exclude 1.
+    Ratios have 95% bootstrap intervals, and "ahead" or "behind" if these exclude 1.
 
     Args:
         invalid: engines whose results were wrong, which are marked.

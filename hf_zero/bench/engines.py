@@ -31,7 +31,7 @@ class Training:
         model: what is called with a batch.
         backward: takes the loss.
         step: updates the parameters with AdamW and drops the gradients.
-        ledger: what counted the exchanges; None where the engine has none.
+        ledger: what counts the exchanges; None if the engine has none.
         context: what the forward runs in.
     """
 
@@ -50,7 +50,7 @@ class Setup:
         make_model: builds the model, the same on every rank, on the CPU, in fp32.
         device: where it trains.
         dtype: to compute in; parameters and optimizer states are fp32 in any case.
-        batch_size: sequences a rank.
+        batch_size: sequences per rank.
     """
 
     make_model: Callable[[], nn.Module]
@@ -60,7 +60,7 @@ class Setup:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the compute dtype is another one than the parameters'."""
+        """Whether the compute dtype differs from the parameters' dtype."""
         return self.dtype != torch.float32
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -122,7 +122,7 @@ def _ddp(setup: Setup) -> Training:
 
 
 def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
-    """With the exchange "none" every rank goes its own way: what is left is the cost of the engine itself."""
+    """With the exchange "none", every rank goes its own way: what is left is the cost of the engine itself."""
     dtype = str(setup.dtype).removeprefix("torch.")
     collectives = "pairwise" if exchange == "none" else exchange
     with hf_zero.Init({"stage": stage, "collectives": collectives, "compute_dtype": dtype}):
@@ -166,7 +166,7 @@ def _fairscale(shards_gradients: bool, setup: Setup) -> Training:
     if not shards_gradients:
         return _training(nn.parallel.DistributedDataParallel(model), optimizer, setup)
     sharded = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(model, optimizer)
-    # The optimizer's own `zero_grad` would take gradients out of the buckets that are reduced.
+    # The optimizer's own `zero_grad` would take gradients out of the buckets that fairscale reduces.
     return _training(sharded, optimizer, setup, clear=partial(sharded.zero_grad, set_to_none=True))
 
 

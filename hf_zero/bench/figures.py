@@ -20,7 +20,7 @@ class Spread:
     greatest: float
 
     def show(self, places: int = 0) -> str:
-        """The three, with so many places after the point."""
+        """All three, with `places` digits after the point."""
         return f"{self.median:.{places}f} ({self.least:.{places}f}-{self.greatest:.{places}f})"
 
     @classmethod
@@ -31,7 +31,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of ratios, one a round, with its 95% bootstrap interval.
+    """The median of ratios, one per round, with its 95% bootstrap interval.
 
     Source: Efron, "Bootstrap methods: another look at the jackknife" (1979); the percentile interval.
     """
@@ -42,7 +42,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """ "ahead" or "behind" where the interval excludes 1, and nothing elsewhere."""
+        """ "ahead" or "behind" if the interval excludes 1, and empty otherwise."""
         return "ahead" if self.high < 1 else "behind" if self.low > 1 else ""
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> Ratio:
     """How `values` compare with `others`, round by round.
 
     Args:
-        values: one a round.
+        values: one per round.
         others: of the same rounds, in the same order.
     """
     return ratio_of([value / other for value, other in zip(values, others, strict=True)])

@@ -10,10 +10,10 @@ import transformers.modeling_utils
 
 
 class ReadCount:
-    """Within: counts what is asked of files that are opened by `safe_open`, by transformers or by name.
+    """While active, counts what is requested from files opened with `safe_open`, by transformers or directly.
 
-    A tensor or a slice counts with its bytes as it comes from the reader, whatever is made of it; reading headers
-    counts nothing. Threads may read.
+    A tensor or a slice counts with its bytes as it comes from the reader, whatever is done with it. Reading headers
+    counts nothing. Several threads may read.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class ReadCount:
 
     @property
     def num_bytes(self) -> int | None:
-        """Asked for so far; None where no tensor was, as by a loader with a reader of its own."""
+        """Bytes requested so far; None if no tensor was requested, as with a loader that has its own reader."""
         return sum(self._asked) if self._asked else None
 
     def __enter__(self) -> ReadCount:
@@ -37,7 +37,7 @@ class ReadCount:
 
 
 class _Counting:
-    """An open file, or a tensor of it that is read when it is indexed; what is not counted here goes to it."""
+    """An open file, or a slice of it that is read when it is indexed; what is not counted here is passed on to it."""
 
     def __init__(self, source: Any, asked: list[int]) -> None:
         self._source = source

@@ -1,10 +1,10 @@
 """`hf-zero bench load`: `from_pretrained` of one model, several engines side by side.
 
-What a load costs is not only its time: a lazy map of the file is read, and becomes memory of the process, when training
-first uses it and writes to it. So time is taken again, and memory read again, after a step (in which the ranks of `plain`
-exchange nothing). Memory is then read twice: as the process holds it, and after `malloc_trim`, since
-an allocator may hold on to much of what an engine has freed. All engines read from the host's cache: the files are
-read once before each run, so that none pays for the disk and none profits from the one before it.
+The cost of a load is not only its time. A lazy map of the file is read when training first uses it, and becomes memory of the
+process when training writes to it. Time and memory are therefore measured again after one step (in which the ranks of `plain`
+exchange nothing). Memory is then read twice: as the process holds it, and after `malloc_trim`, since an allocator may hold on
+to much of what an engine has freed. All engines read from the host's cache: the files are read once before each run, so that
+no engine pays for the disk, and none profits from the one before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_zero.bench.models import SIZES, config_of
 from hf_zero.bench.processes import BenchError, run_ranks
 
 ENGINES = ("plain", "transformers", "deepspeed", "hf_zero")
-DTYPES = {"float32": 1e-4, "bfloat16": 2e-2}  # with how far the first loss may lie from plain's, as a part of it
+DTYPES = {"float32": 1e-4, "bfloat16": 2e-2}  # and how far the first loss may be from plain's, relative to it
 FIGURES = (
     Figure("seconds", "load [s]"),
     Figure("ready_seconds", "and first step [s]"),
@@ -49,7 +49,7 @@ class Loading:
         load_bytes: peak of private memory while loading, over what was held before.
         step_bytes: private memory after the first training step, gradients freed, over what was held before loading.
         used_bytes: the same after the allocator has given back what it can.
-        read_bytes: asked of safetensors files; None if the engine has another reader.
+        read_bytes: requested from safetensors files; None if the engine has another reader.
         loss: of the first step.
     """
 
@@ -67,7 +67,7 @@ class Plan:
     """What is measured.
 
     Attributes:
-        model: a name in `SIZES`, or a local folder; without weights in it, random ones are written elsewhere first.
+        model: a name in `SIZES`, or a local folder; if it has no weights, random ones are first written elsewhere.
         num_ranks: processes, one thread each.
         rounds: how often, all engines in turn.
         dtype: of the weights, a key of `DTYPES`.
@@ -100,7 +100,7 @@ def run(plan: Plan, json_file: Path | None = None) -> str:
     skipped = [each for each in plan.engines if each == "deepspeed" and importlib.util.find_spec(each) is None]
     engines = [engine for engine in dict.fromkeys(plan.engines) if engine not in skipped]
     if json_file is not None:
-        json_file.touch()  # where that fails, it fails before the work
+        json_file.touch()  # so that a path that cannot be written fails before the work
     found = _measure(plan, engines)
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(plan) | {"skipped": skipped, "found": _details(found, plan.dtype)}))
@@ -139,14 +139,14 @@ def _read_once(folder: Path) -> None:
 
 
 def wrong_losses(found: Mapping[str, Sequence[Ranks]], tolerance: float) -> dict[str, float]:
-    """Engines whose first loss, the mean over the ranks, is not that of `plain` in the same round; with that loss.
+    """Engines whose first loss, the mean over the ranks, is not that of `plain` in the same round; with their loss.
 
-    All ranks get the same batch, so any rank that holds other values shows. Empty where `plain` was left out.
+    All ranks get the same batch, so any rank that holds other values shows. Empty if `plain` was left out.
     """
     wrong = {}
     for engine in found if "plain" in found else ():
         for ranks, plain in zip(found[engine], found["plain"], strict=True):
-            if not math.isclose(_loss(ranks), _loss(plain), rel_tol=tolerance):  # a loss that is no number is wrong too
+            if not math.isclose(_loss(ranks), _loss(plain), rel_tol=tolerance):  # NaN is wrong too
                 wrong[engine] = _loss(ranks)
     return wrong
 
@@ -177,7 +177,7 @@ def _details(found: Mapping[str, Sequence[Ranks]], dtype: str) -> dict[str, Any]
 
 
 def summary(plan: Plan, found: Mapping[str, Sequence[Ranks]], skipped: Sequence[str] = ()) -> str:
-    """The table of `run`, with what has to be known about it."""
+    """The table of `run`, with what a reader has to know about it."""
     wrong = wrong_losses(found, DTYPES[plan.dtype])
     lines = [
         f"{plan.model}, {plan.dtype}, {plan.num_ranks} ranks, {plan.rounds} rounds: "

@@ -51,7 +51,7 @@ class Transformers(Engine):
     """The sharding of transformers itself, by the model's own plan for `fully_shard`."""
 
     def load(self, **options: Any) -> Any:
-        """The model, of which this rank has its rows."""
+        """The model, with only this rank's rows."""
         return super().load(distributed_config={"fsdp_size": dist.get_world_size()}, **options)
 
 
@@ -72,7 +72,7 @@ class DeepSpeed(Engine):
             "bf16": {"enabled": dtype is torch.bfloat16},
         }
         self.initialize = deepspeed.initialize
-        self.kept = HfDeepSpeedConfig(self.config)  # transformers has a weak reference to it
+        self.kept = HfDeepSpeedConfig(self.config)  # transformers holds only a weak reference to it
 
     def step(self, model: Any, batch: torch.Tensor) -> float:
         """Train on `batch` with DeepSpeed's engine."""
@@ -85,7 +85,7 @@ class DeepSpeed(Engine):
 
 
 class HfZero(Engine):
-    """Stage 3, without masters, as the others; DeepSpeed keeps some under bfloat16."""
+    """Stage 3 without masters, like the others, except that DeepSpeed keeps some under bfloat16."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         super().__init__(folder, dtype)
@@ -96,7 +96,7 @@ class HfZero(Engine):
         self.shard_model = partial(hf_zero.shard_model, config=config)
 
     def load(self, **options: Any) -> Any:
-        """The model, of which this rank has its rows."""
+        """The model, with only this rank's rows."""
         with self.init():
             return super().load(**options)
 
@@ -115,7 +115,7 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def warm_up(folder: Path) -> int:
-    """Import what any load of this model imports; the number of its words."""
+    """Import what any load of this model imports; returns the size of its vocabulary."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(config)
@@ -123,7 +123,7 @@ def warm_up(folder: Path) -> int:
 
 
 def load_and_step(engine: Engine, batch: torch.Tensor) -> Loading:
-    """Load and train, measured; all ranks with the same batch."""
+    """Load and train, and measure both; all ranks train on the same batch."""
     held = partial(private_bytes, dist.get_world_size())
     models: list[Any] = []
     gc.collect()
@@ -149,8 +149,8 @@ def _trim() -> None:
 
 
 def main() -> None:
-    """Measure one engine; what it found goes to the process that started this one."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # memory of the host is what is measured
+    """Measure one engine; the findings go to the process that started this one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is measured is the host's memory
     chosen = options()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -160,7 +160,7 @@ def main() -> None:
     batch = torch.arange(_NUM_TOKENS).remainder(num_words)[None]
     report(vars(load_and_step(engine, batch)))
     dist.barrier()
-    os._exit(0)  # the memory that is measured is the load's, not that of tearing it down
+    os._exit(0)  # what is measured is the load, not tearing it down
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models that benchmarks run: Llamas of a few sizes by name, or what a local folder configures."""
+"""The models that benchmarks run: Llamas of a few sizes by name, or the model that a local folder configures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fresh processes for each measurement, one a rank, and what they measure of themselves."""
+"""Fresh processes for each measurement, one per rank, and what they measure about themselves."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def anonymous_bytes() -> int:
 
 
 def private_bytes(num_ranks: int) -> int:
-    """Memory that this process costs the host: anonymous, and its part of what the ranks of the host share.
+    """Memory that this process costs the host: anonymous memory, and its part of what the ranks of the host share.
 
-    Pages of a file that is only read are not in it: they are the host's cache, once for all processes.
+    Pages of a file that is only read do not count: they are in the host's cache, once for all processes.
 
     Args:
-        num_ranks: that the shared memory is divided by.
+        num_ranks: number of ranks that the shared memory is divided by.
     """
     return _status_bytes("RssAnon") + _status_bytes("RssShmem") // num_ranks
 
@@ -62,10 +62,10 @@ def _status_bytes(name: str) -> int:
 
 
 class MemoryPeak:
-    """Within: a thread looks at this process's memory every two milliseconds.
+    """While active, a thread looks at this process's memory every two milliseconds.
 
     Args:
-        held: what it looks at, in bytes.
+        held: the memory that it looks at, in bytes.
     """
 
     def __init__(self, held: Callable[[], int] = anonymous_bytes) -> None:
@@ -106,16 +106,16 @@ def measure(
 
 
 def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Run `python -m module` once a rank, each with one thread; what each wrote to its `report`. None of them is left behind.
+    """Run `python -m module` once per rank, with one thread each; returns their reports. No process is left behind.
 
     Args:
-        module: reads its options from BENCH_OPTIONS, and hands over what it found by `report`.
+        module: reads its options from BENCH_OPTIONS, and hands over what it found through `report`.
         num_ranks: processes.
         options: for all of them.
         folder: for their reports.
 
     Raises:
-        BenchError: a process failed; with the end of what it printed.
+        BenchError: a process failed; the message has the end of what it printed.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -146,6 +146,7 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
             for process in processes:
                 process.kill()
                 process.wait()
+    # Processes that failed by themselves come first: the others were killed above.
     for rank, process in sorted(enumerate(processes), key=lambda each: each[1].returncode < 0):
         if process.returncode:
             text = (folder / f"output{rank}").read_text(errors="replace")
@@ -155,7 +156,7 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within: SIGTERM raises `SystemExit`, as an interrupt raises `KeyboardInterrupt`."""
+    """While active, SIGTERM raises `SystemExit`, as an interrupt raises `KeyboardInterrupt`."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set a handler
         return
@@ -167,7 +168,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def options() -> dict[str, Any]:
-    """What `run_ranks` was given; in a process that it started."""
+    """The options that `run_ranks` was given; called in a process that it started."""
     return dict(json.loads(os.environ["BENCH_OPTIONS"]))
 
 
@@ -175,6 +176,6 @@ def report(found: Mapping[str, object]) -> None:
     """Hand what this rank found to the process that started it.
 
     Args:
-        found: what JSON can hold, and dataclasses, which become objects of their fields.
+        found: values that JSON can hold, and dataclasses, which become objects of their fields.
     """
     Path(options()["report"]).write_text(json.dumps(dict(found), default=asdict))

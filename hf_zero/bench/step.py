@@ -29,9 +29,9 @@ class Plan:
     Attributes:
         model: a named size, or a folder with a config.
         num_ranks: processes, one thread each on CPU.
-        batch_size: sequences a rank and step.
-        seq_len: tokens a sequence.
-        steps: timed steps a run; three more warm up, and are watched for memory.
+        batch_size: sequences per rank and step.
+        seq_len: tokens per sequence.
+        steps: timed steps per run; three more come first to warm up, and are watched for memory.
         rounds: runs of every engine, in turn.
         dtype: to compute in, "float32" or "bfloat16".
         checkpointing: recompute activations in backward.
@@ -63,9 +63,9 @@ class Run:
     """One engine in one round.
 
     Attributes:
-        seconds: a step, of the slowest rank.
-        peak_bytes: growth of the largest rank over the process before the model was made.
-        moved_bytes: received by the rank that received most, a step; None where nothing counted them.
+        seconds: per step, of the slowest rank.
+        peak_bytes: growth of the largest rank's memory since before the model was made.
+        moved_bytes: received per step by the rank that received most; None if nothing counted them.
         losses: of every step, averaged over the ranks.
     """
 
@@ -116,7 +116,7 @@ def _run(plan: Plan, engine: str) -> Run:
 
 
 def is_valid(result: Result, engine: str) -> bool | None:
-    """Whether an engine's losses are ddp's in every round; None where there is no ddp, or nothing is exchanged."""
+    """Whether an engine's losses match ddp's in every round; None if there is no ddp, or nothing is exchanged."""
     if engine == "local" or "ddp" not in result.runs:
         return None
     tolerance = _TOLERANCE[result.plan.dtype]
@@ -175,7 +175,7 @@ def _hardware() -> str:
 
 
 def write_json(result: Result, path: Path) -> None:
-    """Every run, and the plan."""
+    """Write every run, and the plan."""
     runs: dict[str, Any] = {engine: [asdict(run) for run in runs] for engine, runs in result.runs.items()}
     content = {"plan": asdict(result.plan), "hardware": _hardware(), "runs": runs, "skipped": result.skipped}
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -190,7 +190,7 @@ def check_plot() -> None:
 
 
 def write_plot(result: Result, path: Path) -> None:
-    """Step time against peak memory, a point an engine with the range of its rounds."""
+    """Plot step time against peak memory: one point per engine, with the range of its rounds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -14,11 +14,11 @@ from hf_zero.bench.engines import Setup, Training, build
 from hf_zero.bench.models import config_of
 from hf_zero.bench.processes import MemoryPeak, options, private_bytes, report
 
-_WARM_UP_STEPS = 3  # memory is watched in these; the second one has all optimizer states
+_WARM_UP_STEPS = 3  # memory is watched in these; from the second one on, all optimizer states exist
 
 
 def main() -> None:
-    """Run as `run_ranks` asks."""
+    """Train one model with one engine, as the options of `run_ranks` say."""
     given = options()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _timed(training: Training, batches: list[Tensor], losses: list[float]) -> float:
-    """Seconds a step, from all ranks ready to all ranks done."""
+    """Seconds per step, from all ranks ready to all ranks done."""
     _synchronise()
     start = time.perf_counter()
     found = [_step(training, batch) for batch in batches]

@@ -1,4 +1,4 @@
-"""Saving while training goes on: rows are copied aside, a thread writes and commits them, all ranks learn the outcome."""
+"""Saving while training continues: rows are copied, a thread writes and commits them, and all ranks learn the outcome."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _RUNNING, _DONE, _FAILED = range(3)
 class BackgroundSaves:
     """The saves of one model that run beside its training, one at a time.
 
-    The thread has process groups of its own, so that its exchanges and those of training cannot be taken for each other.
+    The thread has its own process groups, so that its exchanges cannot be mistaken for those of training.
 
     Args:
-        world: the ranks; all of them make it together.
+        world: the ranks; all of them create this together.
     """
 
     def __init__(self, world: World) -> None:
@@ -47,7 +47,7 @@ class BackgroundSaves:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def keep(self, sources: Mapping[str, Source]) -> dict[str, Source]:
-        """Copies of this rank's rows, into the memory of the last save where they have the same form."""
+        """Copy this rank's rows, into the memory of the last save if shape and dtype are the same."""
         copies = {}
         for name, source in sources.items():
             rows = torch_compat.local_of(source.rows)
@@ -59,7 +59,7 @@ class BackgroundSaves:
         return copies
 
     def start(self, work: Callable[[World], None], after: Callable[[], None]) -> None:
-        """Run `work` on every rank's thread, given the ranks to talk to; `after` runs here once all have succeeded."""
+        """Run `work` on a thread of every rank, with the thread's own world; `after` runs here once all have succeeded."""
         assert self._thread is None, "the last save has not been waited for"
 
         def run() -> None:
@@ -73,7 +73,7 @@ class BackgroundSaves:
         self._thread.start()
 
     def poll(self) -> None:
-        """End a save that has ended on every rank; called by all of them at the same point, such as after a step.
+        """Finish a save that has ended on every rank; all ranks call this at the same point, such as after a step.
 
         Raises:
             CheckpointError: on all ranks, if it failed.
@@ -90,7 +90,7 @@ class BackgroundSaves:
         return [tuple(row) for row in self._world.collectives.agree([status], "the save in the background")]
 
     def wait(self) -> None:
-        """Wait for the save under way, if there is one; called by all ranks together.
+        """Wait for the save in progress, if there is one; called by all ranks together.
 
         Raises:
             CheckpointError: on all ranks, if it failed.
@@ -122,6 +122,6 @@ def background_of(world: World) -> BackgroundSaves | None:
 
 
 def wait_for(world: World) -> None:
-    """Wait for a save in the background, if one is under way."""
+    """Wait for a save in the background, if one is in progress."""
     if world in _by_world:
         _by_world[world].wait()

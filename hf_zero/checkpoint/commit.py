@@ -1,9 +1,9 @@
-"""How a checkpoint comes into being: staged in a hidden sibling folder, synced, voted for, described, renamed.
+"""How a checkpoint is made: staged in a hidden sibling folder, synced, agreed on, described by a manifest, renamed.
 
-[Note: commit] At every moment the folder of the final name is absent, or a whole checkpoint. All is written to
-`.NAME.staged/NAME`; the manifest comes last; then one rename gives the folder its name, and the parent is synced. Where a
-folder of that name is there already (a state saved to the same place again), it first moves to `.NAME.replaced`, and
-`recover` moves it back if the process ended between the two renames.
+[Note: commit] At every moment, the folder of the final name is either absent or a whole checkpoint. Everything is written to
+`.NAME.staged/NAME`, the manifest last. Then one rename gives the folder its name, and the parent is synced. If a folder of
+that name already exists (a state is saved to the same place again), it first moves to `.NAME.replaced`; `recover` moves it
+back if the process ended between the two renames.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MARKER = "checkpoint-is-incomplete.txt"  # which the Trainer leaves in a folder before it saves by a signal
+MARKER = "checkpoint-is-incomplete.txt"  # the Trainer leaves it in a folder before it saves on a signal
 _open: dict[Path, StagedCheckpoint] = {}
 
 
 class StagedCheckpoint:
-    """A checkpoint that is being written; made, filled and committed by all ranks together.
+    """A checkpoint that is being written; created, filled and committed by all ranks together.
 
     Args:
-        final: the folder that it will be.
+        final: the folder that it will become.
         world: the ranks.
-        background: writes and commits it while training goes on; None: that is done before `commit` returns.
+        background: writes and commits it while training continues; None: that is done before `commit` returns.
 
     Attributes:
-        outer: the hidden folder, for as long as it is not committed.
-        folder: where its files are written, inside.
-        problem: what has failed on this rank; then nothing is committed on any.
+        outer: the hidden folder, until the commit.
+        folder: inside it, where the files are written.
+        problem: what has failed on this rank; if set on any rank, nothing is committed.
 
     Raises:
         CheckpointError: on all ranks, if rank 0 cannot make the folder.
@@ -76,12 +76,12 @@ class StagedCheckpoint:
         if found - {MARKER} and MANIFEST not in found:
             raise CheckpointError(f"{self.final} is there already and no checkpoint of hf_zero: move it away")
         if self.outer.exists():
-            disk.remove_tree(self.outer)  # of a save that was cut off
+            disk.remove_tree(self.outer)  # left by an interrupted save
         disk.make_folder(self.outer)
         disk.make_folder(self.folder)
 
     def write(self, plan: Plan, sources: Mapping[str, Source]) -> None:
-        """Write files into the folder, all ranks together, or take their rows aside for later.
+        """Write files into the folder, all ranks together, or copy their rows for later.
 
         Raises:
             CheckpointError: on all ranks, if any of them could not write.
@@ -99,8 +99,8 @@ class StagedCheckpoint:
         """Make the checkpoint valid, or leave an older one as it was.
 
         Args:
-            manifest: without files, which are found here.
-            after: runs once the checkpoint is there; in the background, when that is known to all ranks.
+            manifest: without files, which are added here.
+            after: runs once the checkpoint is committed; for a save in the background, once all ranks know that it is.
 
         Raises:
             CheckpointError: on all ranks, if any of them failed.
@@ -116,7 +116,7 @@ class StagedCheckpoint:
             self._background.start(lambda world: self._commit(manifest, world), after)
 
     def _agree(self, problem: str | None, world: World) -> None:
-        """Go on together, or remove together what was written."""
+        """Continue together, or together remove what was written."""
         try:
             world.raise_together(problem, f"saving {self.final}", CheckpointError)
         except CheckpointError:
@@ -165,14 +165,14 @@ class StagedCheckpoint:
             recover_one(self.final)
             raise
         disk.sync_folder(self.final.parent)
-        for path in (self.outer, replaced):  # it is committed: what cannot be removed now does not change that
+        for path in (self.outer, replaced):  # already committed: failing to remove these does not change that
             problem = attempt(functools.partial(disk.remove_tree, path)) if path.exists() else None
             if problem is not None:
                 logger.warning("%s is not needed any more, but cannot be removed: %s", path, problem)
 
 
 def staged_in(folder: Path) -> StagedCheckpoint | None:
-    """The checkpoint that is being written into `folder`, if it is one's."""
+    """The checkpoint that is being written into `folder`, if there is one."""
     return _open.get(folder.absolute())
 
 
@@ -181,11 +181,11 @@ def _replaced(final: Path) -> Path:
 
 
 def recover(parent: Path, key: Callable[[Path], object] = lambda final: True) -> None:
-    """Give the checkpoints of a folder their names back that were to be replaced when the process ended.
+    """Restore the names of a folder's checkpoints that were being replaced when the process ended.
 
     Args:
         parent: their folder.
-        key: None for a name that is no checkpoint's: somebody else's files are left alone.
+        key: None for a name that is not a checkpoint's, so that other files are left alone.
     """
     for replaced in parent.glob(".*.replaced"):
         final = parent / replaced.name.removeprefix(".").removesuffix(".replaced")
@@ -194,7 +194,7 @@ def recover(parent: Path, key: Callable[[Path], object] = lambda final: True) ->
 
 
 def recover_one(final: Path) -> None:
-    """Give one checkpoint its name back that was to be replaced when the process ended."""
+    """Restore the name of one checkpoint, if it was being replaced when the process ended."""
     replaced = _replaced(final)
     if not replaced.exists():
         return
@@ -218,7 +218,7 @@ def _versions() -> dict[str, str]:
 
 
 def verify(folder: Path, world: World | None) -> Manifest:
-    """Check all files of a checkpoint against its manifest, shared between the ranks; before anything is loaded.
+    """Check all files of a checkpoint against its manifest before anything is loaded; the ranks share the work.
 
     Raises:
         CheckpointError: on all ranks, naming each damaged file.
@@ -248,7 +248,7 @@ def latest(folder: Path, key: Callable[[Path], int | None]) -> tuple[Path | None
 
     Args:
         folder: of a run.
-        key: a checkpoint's place in time by its path; None for what is no checkpoint.
+        key: a checkpoint's place in time, by its path; None for a path that is not a checkpoint.
     """
     if not folder.is_dir():
         return None, []

@@ -1,4 +1,4 @@
-"""Writing and reading files of tensors by all ranks together, without a gather."""
+"""Files of tensors that all ranks write and read together, without a gather."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Extents = dict[str, list[Extent]]
 def write_plan(plan: Plan, sources: Mapping[str, Source], folder: Path, world: World) -> Extents:
     """Write the files of a plan, called by all ranks together; an older file of the same name is replaced at the end.
 
-    No rank holds more than its rows and about twice 8 MiB, or, where the ranks do not share the folder, one whole tensor.
+    No rank holds more than its rows and about twice 8 MiB, or, if the ranks do not share the folder, one whole tensor.
 
     Args:
         plan: the same on every rank.
         sources: this rank's part of everything in it.
-        folder: exists for rank 0.
+        folder: exists on rank 0.
         world: the ranks.
 
     Returns:
@@ -98,7 +98,7 @@ def header_extent(file: TensorFile) -> Extent:
 
 
 def attempt(work: Callable[[], object]) -> str | None:
-    """Run `work()`; what went wrong, if it did. Whatever it is: a rank that raises alone leaves the others waiting."""
+    """Run `work()` and return what went wrong, if anything: a rank that raised alone would leave the others waiting."""
     try:
         work()
     except CollectiveError:
@@ -117,12 +117,12 @@ def _write_own(
 def _write_streamed(
     extents: Extents, name: str, folder: Path, file: TensorFile, plan: Plan, sources: Mapping[str, Source], world: World
 ) -> str | None:
-    """All ranks gather one tensor after the other; rank 0 writes. Goes on after an error: the others are gathering."""
+    """All ranks gather one tensor after another; rank 0 writes. Continues after an error, as the others are gathering."""
     extents[name] = []
     problem = None
 
     def write(tensor: TensorInfo) -> None:
-        # In a function of its own: what is whole here is freed before the next one is gathered.
+        # A separate function, so that what is whole here is freed before the next tensor is gathered.
         names = {piece.source for piece in plan.pieces[tensor.name]}
         whole = {source: _gather(sources[source], source, world) for source in sorted(names)}
         if world.rank == 0 and problem is None:
@@ -152,7 +152,7 @@ def _rename(partial: Mapping[str, TensorFile], folder: Path) -> None:
 
 
 def shares_folder(folder: Path, world: World) -> bool:
-    """Whether every rank sees what rank 0 writes into a folder; found out with a file of a random name."""
+    """Whether every rank sees what rank 0 writes into a folder; tested with a file of a random name."""
     if world.collectives is None:
         return True
     name = str(world.share(f".hf_zero_{uuid.uuid4().hex}", "the folder of a checkpoint"))
@@ -174,7 +174,7 @@ def shares_folder(folder: Path, world: World) -> bool:
 def read_files(
     names: Iterable[str], pieces: Mapping[str, Sequence[Piece]], sources: Mapping[str, Source], folder: Path, rank: int
 ) -> None:
-    """Read this rank's rows of files into `sources`; `match` has found that they fit."""
+    """Read this rank's rows of files into `sources`; `match` has already found that they fit."""
     for name in names:
         read_rows(folder, read_layout(folder / name), pieces, sources, rank)
 
@@ -185,7 +185,7 @@ def match(plan: Plan, folder: Path, names: Iterable[str]) -> list[str]:
     Args:
         plan: what is expected.
         folder: where the files are.
-        names: of the files that are there to be read; they may divide the tensors in another way.
+        names: of the files to read; they may divide the tensors differently.
     """
     expected = {tensor.name: tensor for file in plan.files for tensor in file.tensors}
     found = {}

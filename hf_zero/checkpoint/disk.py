@@ -23,7 +23,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, size: int | None = None, *, syncs: bool = True) -> None:
-    """Write a file and let it reach the disk.
+    """Write a file and sync it to disk.
 
     Args:
         path: replaced if it exists.
@@ -43,7 +43,7 @@ def write_file(path: Path, data: bytes, size: int | None = None, *, syncs: bool 
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Extend a file, with disk space where the file system can: a full disk is then found before rows are written."""
+    """Extend a file, reserving disk space if the file system can, so that a full disk is found before rows are written."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, size)
@@ -56,7 +56,7 @@ def _reserve(fd: int, size: int) -> None:
 
 @contextlib.contextmanager
 def rows_file(path: Path) -> Iterator[int]:
-    """A descriptor of a file that `write_file` has made, for `write_at`; on leaving, what was written reaches the disk."""
+    """A descriptor of a file that `write_file` has made, for `write_at`; on exit, what was written is synced to disk."""
     fd = os.open(path, os.O_WRONLY)
     try:
         yield fd
@@ -67,7 +67,7 @@ def rows_file(path: Path) -> Iterator[int]:
 
 
 def write_at(fd: int, path: Path, data: memoryview, offset: int) -> None:
-    """Write all of `data` from byte `offset` of the file on."""
+    """Write all of `data`, starting at byte `offset` of the file."""
     _note("write_at", path)
     while data:
         written = os.pwrite(fd, data, offset)
@@ -75,7 +75,7 @@ def write_at(fd: int, path: Path, data: memoryview, offset: int) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Let a file that somebody else wrote reach the disk."""
+    """Sync a file that was written elsewhere to disk."""
     _note("sync_file", path)
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -85,7 +85,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Let the names in a folder reach the disk."""
+    """Sync the names in a folder to disk."""
     _note("sync_folder", path)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

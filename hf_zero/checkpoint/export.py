@@ -31,7 +31,7 @@ def world_of_model(model: nn.Module) -> World | None:
 def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str] | None = None) -> dict[str, Any]:
     """The state dict of a model with whole tensors on the CPU, gathered one parameter at a time.
 
-    Called by all ranks together. Tied parameters are gathered once and share memory, as they do unsharded. Beside the
+    Called by all ranks together. Tied parameters are gathered once and share memory, as they do unsharded. Besides the
     tensors that it keeps, a rank holds one whole tensor at a time.
 
     Args:
@@ -65,7 +65,7 @@ def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str]
 
 
 def _identity(value: Tensor) -> tuple[int, int]:
-    """The same for two entries of a tied parameter, on a rank without rows as well."""
+    """The same for two entries of a tied parameter, even on a rank without rows."""
     local = torch_compat.local_of(value)
     return local.untyped_storage()._cdata, int(local.storage_offset())
 
@@ -80,13 +80,13 @@ def save_whole(
 ) -> None:
     """`save_pretrained` of a partitioned model: every rank writes its rows.
 
-    Whole weights are gathered on rank 0 only for adapters, for a given `state_dict`, for the hub, and where a weight is
-    computed for saving and not only moved.
+    Whole weights are gathered on rank 0 only for adapters, for a given `state_dict`, for the hub, and if saving computes a
+    weight rather than only moving elements.
 
     Args:
         model: the model.
         original: its own `save_pretrained`.
-        save_directory: as there.
+        save_directory: as for `save_pretrained`.
         is_main_process: whether this rank writes; only rank 0 does by default.
         state_dict: whole or sharded values to write; the model's own by default.
         **kwargs: passed on.

@@ -1,4 +1,4 @@
-"""Looking at a checkpoint, or a folder of safetensors files, without starting any ranks."""
+"""Inspects a checkpoint, or a folder of safetensors files, without starting any ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Verdict:
     Attributes:
         folder: of the checkpoint.
         manifest: None if there is none that can be read.
-        problems: one line each; none if the checkpoint is whole.
+        problems: one line each; empty if the checkpoint is whole.
     """
 
     folder: Path
@@ -42,7 +42,7 @@ class Contents:
     """What a folder holds.
 
     Attributes:
-        folder: that was looked at.
+        folder: the one that was inspected.
         manifest: None for a plain folder, and if it cannot be read.
         is_verified: whether all bytes were compared with the manifest.
         sizes: bytes of each file.
@@ -59,7 +59,7 @@ class Contents:
 
 
 def check(folder: Path, *, sums: bool = True) -> Verdict:
-    """Compare every byte of a checkpoint with its manifest, or, without `sums`, only which files there are and how long."""
+    """Check every byte of a checkpoint against its manifest; without `sums`, only which files there are and their sizes."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -73,8 +73,8 @@ def checkpoints_in(folder: Path, key: Callable[[Path], int | None]) -> list[Path
     """The checkpoints of a run, oldest first; none if the folder is itself a checkpoint, or is not there.
 
     Args:
-        folder: perhaps of a run.
-        key: a checkpoint's place in time by its path; None for what is no checkpoint.
+        folder: possibly of a run.
+        key: a checkpoint's place in time, by its path; None for a path that is not a checkpoint.
     """
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return []
@@ -87,10 +87,10 @@ def look_at(folder: Path, *, verifies: bool = True) -> Contents:
 
     Args:
         folder: with a manifest or without.
-        verifies: compare it with its manifest, where it has one, which reads all of it.
+        verifies: compare it with its manifest, if it has one; this reads all of it.
 
     Raises:
-        CheckpointError: there is nothing that could be described.
+        CheckpointError: there is nothing to describe.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
@@ -144,6 +144,6 @@ def located_weights(folder: Path) -> dict[str, Located]:
 
 
 def read_index(folder: Path) -> Any:
-    """The index of a folder, whose names `weight_files` has found in order; None if it has none."""
+    """The index of a folder, whose names `weight_files` has already checked; None if it has none."""
     path = folder / INDEX
     return json.loads(path.read_text()) if path.exists() else None

@@ -21,7 +21,7 @@ TEMPLATES = "additional_chat_templates"  # the one folder in which a tokenizer k
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its bytes, and the extents, in order and without gaps, that its ranks wrote."""
+    """One file: its size, and the extents that the ranks wrote, in order and without gaps."""
 
     size: int
     extents: tuple[Extent, ...]
@@ -56,7 +56,7 @@ class Manifest:
             name: {"size": record.size, "extents": [[e.offset, e.length, e.crc] for e in record.extents]}
             for name, record in sorted(self.files.items())
         }
-        content = json.loads(json.dumps(content, default=str))  # as it will be read: keys are words, and so sorted
+        content = json.loads(json.dumps(content, default=str))  # as it will be read: keys are strings, and sort so
         return json.dumps({"digest": _digest(content), **content}, separators=(",", ":")) + "\n"
 
 
@@ -91,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} has schema {schema}, newer than {SCHEMA}, which this version reads: update hf_zero"
             )
-        # Its text and not only its values: a flipped bit may leave the values alone.
+        # Compare the text and not only the values: a flipped bit may leave the values unchanged.
         is_whole = digest == _digest(content) and text == _again(digest, content)
         del content["schema"]
         files = {name: _record(entry) for name, entry in content.pop("files").items()}
@@ -128,7 +128,7 @@ def check_name(folder: Path, name: str, source: str = MANIFEST) -> None:
 
 
 def extents_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> tuple[Extent, ...]:
-    """The checksums of a file that somebody else has written."""
+    """The checksums of a file that was written elsewhere."""
     extents, offset = [], 0
     with path.open("rb") as file:
         while data := file.read(chunk_bytes):
@@ -161,7 +161,7 @@ def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1)
         folder: of the checkpoint.
         manifest: what it should contain.
         rank: of this process, which reads every `num_ranks`-th extent.
-        num_ranks: how many share the work; each of them finds missing, foreign and cut files.
+        num_ranks: how many share the work; each of them finds missing, foreign and truncated files.
 
     Returns:
         One line for each damaged file; empty if the checkpoint is whole.

@@ -1,4 +1,4 @@
-"""Which files `save_pretrained` would write for a model, and of which pieces of its parameters each tensor consists."""
+"""Which files `save_pretrained` would write for a model, and which pieces of its parameters make up each tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS = "model.safetensors"
 
 
 class NotMovedError(Exception):
-    """A conversion computes with weights, so that a file's tensors are not pieces of parameters."""
+    """A conversion computes with weights, so a file's tensors are not just pieces of parameters."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
     def record(tensors: dict[str, Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
         written[Path(filename).name] = dict(tensors), dict(metadata or {})
 
-    # Tensors that share a storage go to one file, and huggingface_hub knows no storage of a meta tensor.
+    # Tensors that share a storage go to one file, but huggingface_hub cannot tell the storages of meta tensors apart.
     storages = mock.patch("huggingface_hub.serialization._torch.get_torch_storage_id", _storage_of)
     no_bar = mock.patch("transformers.modeling_utils.logging.tqdm", lambda files, **_: files)
     with mock.patch("transformers.modeling_utils.safe_save_file", record), storages, no_bar, tracer:
@@ -107,7 +107,7 @@ def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def _plan_plain(model: nn.Module, whole: Mapping[str, Tensor]) -> Plan:
-    """A plain module's state dict under its own names; a tied tensor under the first of them."""
+    """A plain module's state dict under its own names; a tied tensor is stored under its first name."""
     seen: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         seen.setdefault(id(value), name)

@@ -1,4 +1,4 @@
-"""A model's weights, written as the folder that `save_pretrained` writes, and read again; every rank its own rows."""
+"""Writes a model's weights as the folder that `save_pretrained` writes, and reads them again; every rank its own rows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def write_model(model: nn.Module, folder: Path, world: World, dtype: torch.dtype
 
     Args:
         model: its parameters are partitioned, or whole on every rank.
-        folder: is made; an older file of the same name is replaced once its successor is on the disk.
+        folder: created if needed; an older file of the same name is replaced once its successor is on disk.
         world: the ranks.
         dtype: of floating-point tensors; their own by default.
         **options: of `save_pretrained`.
 
     Returns:
-        False, on all ranks, if a weight is computed and not only moved: then only its small files are written.
+        False, on all ranks, if a weight is computed and not only moved; then only the small files have been written.
 
     Raises:
         CheckpointError: on all ranks, if any of them could not write.
@@ -60,7 +60,7 @@ def write_model(model: nn.Module, folder: Path, world: World, dtype: torch.dtype
 
 
 def read_model(model: nn.Module, folder: Path, world: World) -> None:
-    """Read the weights that `write_model` wrote, on any number of ranks, under any stage; called by all together.
+    """Read the weights that `write_model` wrote, on any number of ranks, under any stage; called by all ranks together.
 
     Raises:
         CheckpointError: on all ranks, before any parameter is changed, if names, shapes or dtypes differ.
@@ -100,7 +100,7 @@ def _plan_reading(model: nn.Module, folder: Path) -> tuple[Plan, list[str]]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a folder's files of weights, by its index where it has one.
+    """The names of a folder's weight files, from its index if it has one.
 
     Raises:
         CheckpointError: there are none, or the index is damaged.

@@ -1,4 +1,4 @@
-"""Checkpoint folders looked at, checked and exported by one process, without ranks: the work behind the command line."""
+"""Exports a checkpoint folder in one process, without ranks: the work behind `hf-zero export`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from hf_zero.errors import CheckpointError, UsageError
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-CHUNK_BYTES = 4 * 2**20  # of a tensor that are read, converted, written or compared at once
+CHUNK_BYTES = 4 * 2**20  # of a tensor, read, converted, written or compared at once
 CONFIG = "config.json"
 
-# What `from_pretrained` does not need: weights in any format, which are written anew or not at all, pickles, and the
-# state of a training.
+# What `from_pretrained` does not need from the source: weights in any format (they are written anew, or not at all),
+# pickles, and training state.
 _WEIGHTS_OR_PICKLE = re.compile(
     r".*(\.(safetensors|bin|pt|pth|pkl|ckpt|h5|msgpack|gguf|onnx|distcp)|\.index\.json)", re.IGNORECASE
 )
 _STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|rng_state|random_states|data_order|trainer_state).*")
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many are."""
+"""Called with what is being done, how many bytes are done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Exported:
         folder: where.
         was_verified: whether the source had a manifest to be compared with.
         sizes: bytes of each file.
-        overflown: names of tensors with finite values that are infinite in the dtype asked for.
+        overflown: names of tensors with finite values that became infinite in the requested dtype.
     """
 
     folder: Path
@@ -94,15 +94,15 @@ def export(
 ) -> Exported:
     """Write what `from_pretrained` needs of a checkpoint, as `model.to(dtype).save_pretrained(out)` would.
 
-    Its memory does not depend on the size of a tensor: rows pass through `CHUNK_BYTES`. What was written is read again
-    and compared with the source before `out` gets its name, so `out` is absent or right.
+    Memory use does not depend on the size of a tensor: data passes through in pieces of `CHUNK_BYTES`. What was written is
+    read again and compared with the source before `out` gets its name, so `out` is either absent or correct.
 
     Args:
         folder: a checkpoint, which is verified first, or any folder that `save_pretrained` wrote.
         out: must not exist, or be empty.
         dtype: of floating-point tensors; their own by default.
-        max_shard_bytes: of one file of weights, exceeded only by a tensor that is larger.
-        progress: told about every chunk.
+        max_shard_bytes: limit of one weight file, exceeded only by a tensor that is larger.
+        progress: called for every chunk.
 
     Raises:
         UsageError: `out` is not empty or lies in `folder`, or `dtype` was given for quantised weights.
@@ -170,7 +170,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _lay_out(folder: Path, weights: Mapping[str, Located], dtype: torch.dtype | None, limit: int) -> _Layout:
-    """Divide the weights as `save_pretrained` does: in the order of the model's state dict, which files do not keep."""
+    """Divide the weights as `save_pretrained` does: in the order of the model's state dict, which the files do not keep."""
     wanted = [
         at.info if dtype is None or not at.info.dtype.is_floating_point else replace(at.info, dtype=dtype)
         for at in weights.values()
@@ -187,7 +187,7 @@ def _lay_out(folder: Path, weights: Mapping[str, Located], dtype: torch.dtype | 
 
 
 def _as_its_model(folder: Path, wanted: Iterable[TensorInfo], limit: int) -> _Layout:
-    """Ask `save_pretrained` of the model's class, built without memory."""
+    """Ask `save_pretrained` of the model's class, on a model built without memory."""
     from transformers.utils import logging as hf_logging
 
     expected = {info.name: (info.dtype, info.shape) for info in wanted}
@@ -282,7 +282,7 @@ def _write(job: _Job) -> None:
     staged, files = job.staged, job.layout.files
     staged.parent.mkdir(parents=True, exist_ok=True)
     if staged.exists():
-        disk.remove_tree(staged)  # of an export that was cut off
+        disk.remove_tree(staged)  # left by an interrupted export
     disk.make_folder(staged)
     for file in files:  # all of them reserve their space before the first row is written
         disk.write_file(staged / file.name, file.header, file.nbytes)
@@ -342,14 +342,14 @@ def _chunks(job: _Job, tensor: TensorInfo) -> Iterator[memoryview]:
 
 
 def _compare(job: _Job) -> None:
-    """Read what was written, and raise if it is not what the source says."""
+    """Read what was written, and raise if it differs from the source."""
     done, total = 0, job.layout.nbytes
     for expected in job.layout.files:
         path = job.staged / expected.name
         if read_layout(path) != expected:
             raise CheckpointError(f"{path}: its header reads otherwise than it was written; export again")
         with path.open("rb") as file:
-            if hasattr(os, "posix_fadvise"):  # what reached the disk, not what is still in memory
+            if hasattr(os, "posix_fadvise"):  # to read what reached the disk, not what is still in memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             for tensor in expected.tensors:
                 file.seek(tensor.offset)

@@ -1,6 +1,6 @@
 """An optimizer's state as whole tensors by parameter name (`<parameter>.<state>`), with numbers and groups in JSON.
 
-Torch's own form is numbered by position, and holds this rank's rows; this one says nothing about ranks.
+Torch's own form is numbered by position and holds one rank's rows; this form does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _whole(infos: list[TensorInfo]) -> dict[str, Any]:
 
 
 def _to_json(value: Any, what: str) -> Any:
-    """Numbers, tuples and tensors of one number keep their kinds; floats are written with all their digits."""
+    """Numbers, tuples and tensors of one number keep their types; floats are written with all their digits."""
     if isinstance(value, Tensor):
         if value.ndim:
             raise CheckpointError(
@@ -135,7 +135,7 @@ class LoadedState:
         model: names the parameters.
 
     Raises:
-        CheckpointError: the state is missing, or another optimizer's; nothing has been changed.
+        CheckpointError: the state is missing, or belongs to another optimizer; nothing has been changed.
     """
 
     def __init__(self, folder: Path, prefix: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -152,7 +152,7 @@ class LoadedState:
             self._check(numbers)
         except CheckpointError:
             raise
-        except Exception as error:  # of whatever kind: it must not come up while the state is installed
+        except Exception as error:  # of any kind: it must not surface while the state is being installed
             raise CheckpointError(f"{numbers} is damaged: {error!r}") from error
 
     def _check(self, path: Path) -> None:
@@ -206,7 +206,7 @@ class LoadedState:
     @staticmethod
     def _install_numbers(optimizer: Any, param: Tensor, numbers: Mapping[str, Any], on_device: bool) -> None:
         for key, value in numbers.items():
-            is_counter = key == "step" and not on_device
+            is_counter = key == "step" and not on_device  # torch then keeps it on the CPU
             made = _from_json(value, torch.device("cpu") if is_counter else param.device)
             if isinstance(made, Tensor) and not is_counter and isinstance(param, DTensor) and key != "step":
                 made = torch_compat.wrap_like(made, param)  # a scalar parameter's moment

@@ -1,8 +1,8 @@
-"""Which elements of a tensor in a file are which elements of a parameter: strided pieces, and their parts that a rank owns.
+"""How elements of a tensor in a file map to elements of a parameter: strided pieces, and the parts that a rank owns.
 
-[Note: pieces] What `save_pretrained` writes differs from the parameters by renaming and by moving elements: experts are
-unstacked, fused projections split, heads permuted. Every such tensor is a few strided pieces of parameters. A rank owns
-an interval of each parameter's elements, so a part of each piece, and writes or reads exactly that.
+[Note: pieces] What `save_pretrained` writes differs from the parameters only in names and in the places of elements: experts
+are unstacked, fused projections split, heads permuted. Every such tensor consists of a few strided pieces of parameters. A
+rank owns an interval of each parameter's elements, hence a part of each piece, and writes or reads exactly that part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Side = Literal["source", "target"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that two tensors have in common, walked in the same order in both; counted in elements, strides > 0.
+    """Elements that two tensors share, walked in the same order in both. Offsets and strides are in elements; strides > 0.
 
     Attributes:
         shape: of the walk.
@@ -73,7 +73,7 @@ class Piece:
         extent = high - low - (count - 1) * stride  # of one index
         first = min(max(-((low - start) // stride), 0), count)
         last = min(max((stop - extent - low) // stride + 1, first), count)
-        if first < last:
+        if first < last:  # these indices lie within as a whole; those beside them may have to be cut further
             yield from self.narrow(dim, first, last).within(side, start, stop)
         for index in (*range(first), *range(last, count)):
             at = low + index * stride

@@ -23,9 +23,9 @@ from hf_zero.checkpoint.pieces import Piece
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import RowLayout
 
-CHUNK_BYTES = 8 * 2**20  # of rows that are converted, summed and written at once
+CHUNK_BYTES = 8 * 2**20  # of rows that are converted, checksummed and written at once
 _DTYPES = {
-    # In the order of safetensors, which stores tensors of the last ones first.
+    # In safetensors' order; it stores tensors of the last dtypes first.
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -44,7 +44,7 @@ _DTYPES = {
     "U64": torch.uint64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file as it is to be written, or as it lies there.
+    """A safetensors file as it is to be written, or as it is on disk.
 
     Attributes:
         name: of the file, without folder.
@@ -104,7 +104,7 @@ class Source:
 
     Attributes:
         rows: this rank's rows.
-        layout: how the whole is cut; one rank for what every rank holds whole.
+        layout: how the whole is cut; over one rank, if every rank holds it whole.
     """
 
     rows: Tensor
@@ -134,7 +134,7 @@ def _placed(tensors: Sequence[TensorInfo], offset: int) -> Iterator[TensorInfo]:
 
 
 def read_layout(path: Path) -> TensorFile:
-    """Read the header of a safetensors file, and check that the file has the length that it promises.
+    """Read the header of a safetensors file, and check that the file has the length that the header promises.
 
     Raises:
         CheckpointError: it is not a whole safetensors file.
@@ -172,9 +172,9 @@ def read_layout(path: Path) -> TensorFile:
 def write_rows(
     folder: Path, file: TensorFile, pieces: Mapping[str, Sequence[Piece]], sources: Mapping[str, Source], rank: int
 ) -> list[Extent]:
-    """Write this rank's part of a file that has its header and length already; it reaches the disk.
+    """Write this rank's part of a file that already has its header and length, and sync it to disk.
 
-    Rank 0 writes what every rank holds whole. Beside the rows themselves it needs about twice `CHUNK_BYTES`.
+    Rank 0 writes what every rank holds whole. Besides the rows themselves, this needs about twice `CHUNK_BYTES`.
 
     Args:
         folder: where the file is.
@@ -199,7 +199,7 @@ def write_rows(
 
 
 def _add(extents: list[Extent], new: Extent, data: memoryview) -> None:
-    """Append an extent, or lengthen the last one if it goes on there; long ones stay apart so that reading can be shared."""
+    """Append an extent, or lengthen the last one if they touch; long ones stay separate so that ranks can share the reading."""
     last = extents[-1] if extents else None
     if last is None or last.offset + last.length != new.offset or last.length >= CHUNK_BYTES:
         extents.append(new)
@@ -210,7 +210,7 @@ def _add(extents: list[Extent], new: Extent, data: memoryview) -> None:
 def read_rows(
     folder: Path, file: TensorFile, pieces: Mapping[str, Sequence[Piece]], sources: Mapping[str, Source], rank: int
 ) -> None:
-    """Read this rank's rows of a file into `sources`, in whose dtypes they end; see `write_rows`."""
+    """Read this rank's rows of a file into `sources`, converted to their dtypes; see `write_rows`."""
     fd = os.open(folder / file.name, os.O_RDONLY)
     try:
         for tensor in file.tensors:
@@ -249,7 +249,7 @@ def _own_parts(
 
 
 def _runs(part: Piece, view: Tensor, itemsize: int) -> Iterator[tuple[int, Tensor]]:
-    """Cut a part into views that are contiguous in the target, of about `CHUNK_BYTES` at most, with their places there."""
+    """Cut a part into views of at most about `CHUNK_BYTES` that are contiguous in the target, with their offsets there."""
     _, trailing = part.runs()
     leading = len(part.shape) - trailing
     for index in product(*(range(size) for size in part.shape[:leading])):

@@ -19,15 +19,15 @@ _aten = torch.ops.aten
 class _Origin:
     """Where the elements of a storage come from; a source is a storage that comes from itself."""
 
-    keep: Tensor  # its address must not be used again
+    keep: Tensor  # its storage's address, which is the key, must not be used again
     source: str | None
     pieces: tuple[Piece, ...] | None  # of the flattened storage; None: not merely moved
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within: follows elements of meta tensors through views, copies, `cat` and `stack`.
+    """While active, follows elements of meta tensors through views, copies, `cat` and `stack`.
 
-    Whatever else makes a tensor (arithmetic, a change of dtype) makes one whose pieces are unknown.
+    Any other operation (arithmetic, a change of dtype) makes a tensor whose pieces are unknown.
     """
 
     def __init__(self) -> None:

@@ -2,11 +2,11 @@
 
 Nothing here knows what a model, a unit or a stage is: an exchange gets tensors and says when they may be read.
 
-- `collectives`: the seam. What an implementation has to offer, and what all of them share.
-- `exchange`: one exchange under way; its `wait` names the peer and the operation when it fails.
+- `collectives`: the seam. What every implementation must provide, and what all of them share.
+- `exchange`: an exchange in flight; if it fails, its `wait` names the peer and the operation.
 - `native`, `pairwise`, `host/`: the implementations.
-- `select` makes the one that was asked for; `measure` finds the fastest for `auto`.
+- `select`: builds the requested implementation. `measure`: finds the fastest one for `auto`.
 - `ledger`: counts what really ran.
 
-A new exchange is a class beside `pairwise`, and a line in `select`.
+To add an implementation, write a class beside `pairwise` and add a line to `select`.
 """

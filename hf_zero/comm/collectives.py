@@ -1,6 +1,6 @@
 """The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, reduce, broadcast, agree.
 
-Every exchange returns a handle that is waited for later, with a timeout that names the peer, the operation and the unit.
+Gathers and reductions return a handle to wait on later. An exchange that fails names the peer, the operation and the unit.
 `native`, `pairwise` and `host` implement it; `select` chooses between them.
 """
 
@@ -28,7 +28,7 @@ _ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
 class Rows(NamedTuple):
-    """A flat tensor that holds a parameter whole, and how it is cut.
+    """A flat tensor that holds a whole parameter, and how it is cut.
 
     Attributes:
         flat: [layout.padded_numel] for a gather, [layout.numel] for a reduction; contiguous.
@@ -42,23 +42,23 @@ class Rows(NamedTuple):
 class Collectives(ABC):
     """Exchanges over the ranks of one process group, counted in a ledger.
 
-    Gathers and reductions have a group (pairwise: tags) each, since only within a kind do all ranks keep one order: a rank
-    that has no gradient for a unit reduces it later than the others do, after other gathers.
+    Gathers and reductions each have their own group (pairwise: their own tags), because all ranks keep the same order only
+    within a kind. A rank that has no gradient for a unit reduces that unit later than the others do, after other gathers.
 
     Args:
-        group: for reductions; a group of its own, so that other exchanges of the program cannot get in between.
+        group: for reductions; a separate group, so that other exchanges of the program cannot get in between.
         gather_group: the same ranks, for gathers.
-        control_group: the same ranks over gloo, for agreements: they then need no device, and can name who is missing.
+        control_group: the same ranks over gloo, for agreements, which then need no device and can name a missing rank.
         device: where the exchanged tensors live.
         timeout_s: seconds that a single exchange may take.
-        ledger: what counts the exchanges.
+        ledger: counts the exchanges.
 
     Attributes:
-        name: as `ZeroConfig.collectives` has it.
-        reason: why `auto` chose it, for people; empty where it was asked for.
-        num_sharing: ranks that `allocate` gives the same memory, so that they see each other's rows as they change.
-        sends_rows_as_given: `reduce_scatter` sends its items in their own dtype, else in that of its outputs.
-        staging_bytes: of peers' rows that a reduce-scatter may hold before they are added up, where it holds any.
+        name: its name in `ZeroConfig.collectives`.
+        reason: why `auto` chose it, in words; otherwise empty.
+        num_sharing: number of ranks that share the memory from `allocate`; they see each other's rows change.
+        sends_rows_as_given: `reduce_scatter` sends its items in their own dtype; if False, in the dtype of its outputs.
+        staging_bytes: limit on the peers' rows that a reduce-scatter holds before it adds them up, if it holds any.
     """
 
     name: str
@@ -84,43 +84,43 @@ class Collectives(ABC):
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
-        # Unnamed: PEFT takes a named mesh, unless it is called "fsdp", for tensor parallelism, and uses local shapes.
-        # Of the default group: torch's DTensor caches take equal meshes for one another, so one mesh must serve them all.
+        # Unnamed: PEFT takes any named mesh not called "fsdp" for tensor parallelism, and then uses local shapes.
+        # Over the default group: torch's DTensor caches treat equal meshes as one, so all of them must have the same group.
         self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
         self._sequence = 0
         self.reason = ""
-        self.trail = 0  # a number for all gathers and reductions so far, in order within each kind
+        self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
         self._steps: dict[str, int] = {}
 
     def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
-        """Memory for whole parameters: one for `num_sharing` ranks.
+        """Allocate memory for whole parameters, shared by `num_sharing` ranks.
 
         Args:
             num_bytes: the same on every rank.
-            label: what for.
+            label: what the memory is for; errors name it.
 
         Raises:
-            CollectiveError: a rank cannot have it; raised on all of them.
+            CollectiveError: a rank could not get the memory; raised on all ranks.
         """
         return torch.UntypedStorage(num_bytes, device=self.device)  # type: ignore[no-untyped-call]
 
     def before_write(self, label: str) -> None:  # noqa: B027  (nothing to wait for where nothing is shared)
-        """Wait until every rank comes to change parameters, where ranks would otherwise see them change as they compute.
+        """Wait until every rank is about to change parameters, if ranks could otherwise see them change while computing.
 
         Args:
             label: what changes them.
 
         Raises:
-            CollectiveError: a rank did not come.
+            CollectiveError: a rank did not arrive.
         """
 
     def settle(self) -> None:  # noqa: B027  (the same)
-        """Wait until the peers have no use any more for tensors given to reductions that this rank has waited for."""
+        """Wait until the peers no longer need the tensors of reductions that this rank has waited for."""
 
     @abstractmethod
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
-        """Complete padded flat tensors of which every rank has filled its own chunk.
+        """Complete padded flat tensors in which every rank has filled its own chunk.
 
         Args:
             items: each with a flat of `layout.padded_numel` elements; written outside this rank's chunk.
@@ -134,7 +134,7 @@ class Collectives(ABC):
         """Sum flat tensors over the ranks, in rank order and in the outputs' dtype, and keep this rank's rows.
 
         Args:
-            items: each with a flat of `layout.numel` elements; only read, until `settle()`.
+            items: each with a flat of `layout.numel` elements; may be read until `settle()`, never written.
             outputs: per item [layout.local_numel(rank)], same dtype or a wider one; may be read after `wait()`.
             unit: the unit's name, for the ledger and for errors.
             divisor: of the sums; the number of ranks for an average.
@@ -143,8 +143,8 @@ class Collectives(ABC):
         """
 
     def reduce_whole(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
-        """What `reduce_scatter` does, by an all-reduce of whole tensors; in the order of additions of the transport."""
-        # Copies, since a transport writes in place, and autograd may still own what it was given.
+        """Like `reduce_scatter`, by an all-reduce of whole tensors; the transport decides the order of additions."""
+        # Copies, because the transport reduces in place and autograd may still own the gradients.
         sums = [item.flat.to(output.dtype, copy=True) for item, output in zip(items, outputs, strict=True)]
 
         def keep_own_rows() -> None:
@@ -156,7 +156,7 @@ class Collectives(ABC):
     def reduce_to_owners(
         self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1
     ) -> Exchange:
-        """What `reduce_scatter` does, by one reduction for each rank; in the order of additions of the transport."""
+        """Like `reduce_scatter`, by one reduce for each rank; the transport decides the order of additions."""
         description = self._describe("reduce", unit)
         parts: list[Part] = []
         messages: list[Tensor] = []
@@ -164,7 +164,7 @@ class Collectives(ABC):
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             chosen = [(item, output) for item, output in zip(items, outputs, strict=True) if output.dtype == dtype]
             for owner in range(self.num_ranks):
-                # A copy of its own: a transport also writes to it on ranks that are not the owner.
+                # A separate copy: the transport writes to it even on ranks that are not the owner.
                 message = torch.cat([item.flat[slice(*item.layout.span(owner))].to(dtype) for item, _ in chosen])
                 if not message.numel():
                     continue
@@ -191,7 +191,7 @@ class Collectives(ABC):
         Args:
             tensors: contiguous; written.
             unit: the unit's name, for the ledger and for errors.
-            finish: called by `wait()` when the sums are there.
+            finish: called by `wait()` once the sums are complete.
         """
         tensors = [tensor for tensor in tensors if tensor.numel()]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -217,18 +217,18 @@ class Collectives(ABC):
             tensor.copy_(flat)
 
     def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
-        """Show every rank's `values` to every rank: a small meeting in which all ranks must name the same `label`.
+        """Show every rank's `values` to every rank; all ranks must call this with the same `label`.
 
         Args:
-            values: int64 values, as many on every rank.
-            label: what the meeting is about.
+            values: int64 values, the same number on every rank.
+            label: what the ranks agree on.
             timeout_s: how long to wait for the others; the usual time by default.
 
         Returns:
             The values by rank.
 
         Raises:
-            CollectiveError: a rank did not come in time, or came with another label or another number of values.
+            CollectiveError: a rank did not arrive in time, or arrived with another label or number of values.
         """
         name = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
         header = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(torch.int64)
@@ -246,11 +246,11 @@ class Collectives(ABC):
         return [row.tolist() for row in rows]
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
-        """Wait until every rank has come to the same call, or say who did not."""
+        """Wait until every rank has made the same call; the error names a rank that did not."""
         self.agree((), label, timeout_s)
 
     def _swap(self, message: Tensor, label: str, timeout_s: float) -> list[Tensor]:
-        """Every rank's `message` ([n] int64, CPU), by rank; point to point, so that a missing rank has a name."""
+        """Every rank's `message` ([n] int64, CPU), by rank; point to point, so that an error can name a missing rank."""
         self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
         description = self._describe("agreement", label)
         rows = message.repeat(self.num_ranks, 1)
@@ -262,22 +262,22 @@ class Collectives(ABC):
         return list(rows.unbind())
 
     def _peers(self) -> list[int]:
-        """The other ranks, each rank starting at its right neighbour so that not all talk to one at a time."""
+        """The other ranks, starting at the right neighbour, so that the ranks do not all talk to the same one at once."""
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
     def _describe(self, kind: str, unit: str) -> str:
         self._sequence += 1
         if kind in _ORDERED_KINDS:
-            # By kind: gathers may be interleaved with reductions in another way on every rank.
+            # Per kind: each rank may interleave gathers and reductions differently.
             self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
             self.trail = sum(self._steps.values())
         return f"{kind} of {unit!r} (exchange {self._sequence})"
 
     def _tags(self, kind: str, unit: str, count: int) -> list[int]:
-        """Tags of one exchange, made of its kind, its number among those, and its unit.
+        """Tags of one exchange, made from its kind, its number within that kind, and its unit.
 
-        So ranks that are off by one wait for each other in vain instead of swapping the data of equal-shaped units.
-        Tags of two units that happen to be equal do no harm while the ranks agree: equal tags are served in order.
+        Ranks that are off by one exchange therefore time out instead of swapping the data of equal-shaped units.
+        Two units whose tags happen to be equal do no harm while the ranks agree: equal tags are served in order.
         """
         self._tags_used[kind] += 1
         slots = len(_TAG_KINDS)
@@ -313,7 +313,7 @@ class Collectives(ABC):
 
 
 def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
-    """output = left + right, in the dtype of `output`, which may be `left`, or `right` where their dtypes are equal."""
+    """output = left + right, in the dtype of `output`, which may be `left`, or `right` if the two have the same dtype."""
     if output.dtype == left.dtype:
         return torch.add(left, right, out=output)
     output.copy_(left)

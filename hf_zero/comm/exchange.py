@@ -1,4 +1,4 @@
-"""An exchange between ranks that is under way, and the error that names the peer and the operation when it fails."""
+"""An exchange in flight between ranks, and the error that names the peer and the operation when it fails."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_zero.errors import CollectiveError
 
 @dataclass(frozen=True)
 class Part:
-    """One point of an exchange that has to be waited for.
+    """One piece of work in an exchange that has to be waited for.
 
     Attributes:
         work: torch's handle.
         peer: the rank that it depends on; None: all.
-        is_on_device: it runs on a stream of a GPU. The stream that computes then waits, not this process, which a time given
-            to torch would stop; a late peer is found by the process group's own watchdog.
+        is_on_device: it runs on a GPU stream. Then the compute stream waits, and this process does not; passing torch a
+            timeout would block this process. The process group's own watchdog finds a late peer.
     """
 
     work: dist.Work
@@ -29,7 +29,7 @@ class Part:
     is_on_device: bool = False
 
     def wait(self, timeout: datetime.timedelta) -> None:
-        """Wait, or let the computing stream wait."""
+        """Wait, or make the compute stream wait."""
         if self.is_on_device:
             self.work.wait()
         else:
@@ -37,7 +37,7 @@ class Part:
 
 
 class Exchange:
-    """An exchange under way. Its tensors may be read, written or freed only after `wait()`."""
+    """An exchange in flight. Its tensors may be read, written or freed only after `wait()`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Exchange:
 
 
 def named(error: RuntimeError, description: str, peer: int | None, timeout_s: float) -> CollectiveError:
-    """The error of one exchange with the peer and the operation in it."""
+    """The error of one exchange, which names the peer and the operation."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     is_late = "imed out" in reason or "imeout" in reason
     whom = "its peers" if peer is None else f"rank {peer}"

@@ -22,17 +22,17 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Counts the exchanges that really ran on this rank; it only counts, and sends nothing anywhere.
+    """Counts the exchanges that really ran on this rank. It only counts; it sends nothing anywhere.
 
-    Bytes are what this rank *received*, so a gather of `P` padded bytes over `N` ranks counts `P * (N - 1) / N`, as a
-    reduce-scatter does, and an all-reduce of `P` bytes counts `2 * P * (N - 1) / N`. A reduction to one rank counts what its
-    owner needs, its own bytes from `N - 1` peers, and nothing on the others.
+    Bytes are those that this rank *received*. A gather or a reduce-scatter of `P` padded bytes over `N` ranks counts
+    `P * (N - 1) / N`; an all-reduce of `P` bytes counts `2 * P * (N - 1) / N`. A reduce to one rank counts the owner's bytes
+    from `N - 1` peers on the owner, and nothing on the others.
     """
 
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
 
     def add(self, kind: str, unit: str, num_bytes: int) -> Entry:
-        """Count one exchange of `kind` for `unit`; returns the entry, so that its seconds can be added when waited for."""
+        """Count one exchange of `kind` for `unit`; returns the entry, to which waiting adds its seconds."""
         entry = self.entries.setdefault((kind, unit), Entry())
         entry.calls += 1
         entry.bytes += num_bytes
@@ -56,7 +56,7 @@ class Ledger:
         self.entries.clear()
 
     def table(self) -> str:
-        """One line a kind: calls, MiB received, seconds waited."""
+        """One line per kind: calls, MiB received, seconds waited."""
         lines = [f"{'exchange':<16}{'calls':>8}{'MiB':>12}{'wait s':>10}"]
         for kind in self.kinds():
             sums = self.total(kind)

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.layout import RowLayout
 
-UNIT_BYTES = (2**20, 8 * 2**20)  # of a small and of a large unit
+UNIT_BYTES = (2**20, 8 * 2**20)  # a small and a large unit
 _REPEATS = 3
-_FAR_BEHIND = 2.0  # times the least time: not measured with the next size
+_FAR_BEHIND = 2.0  # a candidate that takes more than this times the least time is not measured at the next size
 _UNIT = "a measurement"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one exchange: the least of several, of the slowest rank.
+    """Seconds of one exchange: the least of several on each rank, and of these the slowest rank's.
 
     Attributes:
-        num_bytes: of the whole tensor, fp32.
+        num_bytes: size of the whole tensor, fp32.
         gather: every rank gets the others' rows.
         reduce_scatter: every rank gets the sum of its own rows.
     """
@@ -35,12 +35,12 @@ class Timing:
 
 
 def measure(collectives: Collectives, num_bytes: int, repeats: int = _REPEATS) -> Timing:
-    """Time the two exchanges of training; called by all ranks together, which get the same figures.
+    """Time the two exchanges of training. All ranks call it together and get the same figures.
 
     Args:
-        collectives: what to time; its ledger counts it.
-        num_bytes: of the whole tensor.
-        repeats: how often, after once to warm up.
+        collectives: what to time; its ledger counts the exchanges.
+        num_bytes: size of the whole tensor.
+        repeats: timed runs, after one to warm up.
     """
     numel = num_bytes // 4 // collectives.num_ranks * collectives.num_ranks
     layout = RowLayout((numel,), collectives.num_ranks)
@@ -69,14 +69,14 @@ class _Choice:
     reason: str
 
 
-_choice: _Choice | None = None  # for the process group that is in place
+_choice: _Choice | None = None  # made for the current process group
 
 
 def fastest(candidates: Sequence[Collectives]) -> Collectives:
     """The candidate that exchanges units in the least time, the same on every rank.
 
-    Large units are exchanged only by those that small ones do not leave far behind. Measured once for a process group
-    and these candidates; their ledgers are empty again afterwards.
+    Only candidates that are not far behind on small units are measured on large ones. This happens once per process group
+    and set of candidates; their ledgers are empty again afterwards.
     """
     global _choice
     if len(candidates) == 1:
@@ -91,7 +91,7 @@ def fastest(candidates: Sequence[Collectives]) -> Collectives:
 
 
 def _compare(candidates: Sequence[Collectives]) -> tuple[str, str]:
-    """The name of the fastest, and the times that say so."""
+    """The name of the fastest, and the times that show it."""
     remaining, reason = list(candidates), "auto"
     for num_bytes in UNIT_BYTES:
         seconds = {each.name: _seconds(each, num_bytes) for each in remaining}

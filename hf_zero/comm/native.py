@@ -16,10 +16,10 @@ from hf_zero.comm.exchange import Exchange, Part, named
 
 
 class NativeCollectives(Collectives):
-    """torch.distributed's own collectives, in place: one call a parameter, which NCCL runs as one launch a unit.
+    """torch.distributed's own collectives, in place: one call per parameter, which NCCL runs as one launch per unit.
 
-    NCCL runs on a stream of its own, which waits for what was queued before the call; the computing stream waits for it where
-    the result is used. So gathers and reductions overlap with what is computed between the two, without host synchronisation.
+    NCCL runs on its own stream, which waits for what was queued before the call. The compute stream waits for NCCL where the
+    result is used. Gathers and reductions therefore overlap with the computation in between, without synchronising the host.
     """
 
     name = "native"
@@ -60,7 +60,7 @@ class NativeCollectives(Collectives):
         if self.backend != "gloo":
             work: dist.Work | None = torch_compat.all_gather_single(flat, own, self.gather_group, async_op=True)
             return work
-        # gloo writes `own` back at the end: it must not land on rows that have changed meanwhile.
+        # gloo writes `own` back at the end, which must not overwrite rows that have changed meanwhile.
         chunks = list(flat.chunk(self.num_ranks))
         chunks[self.rank] = torch.empty_like(own)
         work = dist.all_gather(chunks, own, self.gather_group, async_op=True)

@@ -1,4 +1,4 @@
-"""Point-to-point exchanges, on gloo several times faster than its collectives."""
+"""Point-to-point exchanges; on gloo they are several times faster than its collectives."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_zero.comm.collectives import Collectives, Rows, add, divide
 from hf_zero.comm.exchange import Exchange, Part
 
 _ALONE_BYTES = 8 * 2**10
-_SMALLEST_STAGING = 64 * 2**10  # bytes; below, more would be spent on messages than saved
-_PART_NUMEL = 2**16  # elements that are added up at a time
+_SMALLEST_STAGING = 64 * 2**10  # bytes; a smaller limit would cost more in messages than it saves
+_PART_NUMEL = 2**16  # elements added up at a time
 
 
 class PairwiseCollectives(Collectives):
     """Each pair of ranks swaps exactly the rows that the other one needs.
 
-    Large parameters travel straight from and into their place, a message each; small ones are packed into one message,
+    Large parameters are sent from and received into their place, one message each. Small ones are packed into one message,
     since a message costs more than copying them.
     """
 
@@ -54,9 +54,9 @@ class PairwiseCollectives(Collectives):
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`.
 
-        [Note: rounds] What is sent lies in the gradients. What is received takes memory until it is added up, so where it
-        would take more than `staging_bytes` it is received in rounds. All but the last are waited for in this call: so peers
-        depend on its being made, as with any exchange, and not on when its result is waited for.
+        [Note: rounds] Rows are sent from the gradients themselves. Received rows take memory until they are added up, so if
+        they would take more than `staging_bytes`, they are received in rounds. This call waits for all rounds but the last,
+        so that peers depend only on this call being made, as with any exchange, and not on when its result is waited for.
         """
         output_of = {id(item): output for item, output in zip(items, outputs, strict=True)}
         parcels = [cut for parcel in _parcels(items) for cut in self._cut(parcel, output_of)]
@@ -69,12 +69,12 @@ class PairwiseCollectives(Collectives):
         for each in earlier:
             parts, add_up = self._receive_round(description, each, divisor)
             Exchange(description, self.timeout_s, parts, entry, add_up).wait()
-            del parts, add_up  # and with them this round's rows, before the next one's arrive
+            del parts, add_up  # frees this round's rows before those of the next round arrive
         parts, add_up = self._receive_round(description, last, divisor)
         return Exchange(description, self.timeout_s, parts + sends, entry, add_up, keep=items)
 
     def _cut(self, parcel: list[Rows], output_of: dict[int, Tensor]) -> list[list[_Piece]]:
-        """A parcel in pieces of which each fits into `staging_bytes`, alike on every rank; small parameters stay whole."""
+        """Cut a parcel into pieces that each fit into `staging_bytes`, alike on every rank; small parameters stay whole."""
         pieces = [_Piece(item, output_of[id(item)], 0, item.layout.chunk_numel) for item in parcel]
         staged = self._staged_nbytes(pieces)
         if len(parcel) > 1 or staged <= self._staging_limit:
@@ -91,7 +91,7 @@ class PairwiseCollectives(Collectives):
         return max(self.staging_bytes, _SMALLEST_STAGING)
 
     def _staged_nbytes(self, parcel: list[_Piece]) -> int:
-        """Bytes of peers' rows that wait beside the outputs."""
+        """Bytes of peers' rows that are held besides the outputs."""
         num_staged = self.num_ranks - 1 - int(_lands_in_output(parcel))
         return num_staged * sum((piece.stop - piece.start) * piece.item.flat.itemsize for piece in parcel)
 
@@ -111,7 +111,7 @@ class PairwiseCollectives(Collectives):
     def _receive_round(
         self, description: str, parcels: list[tuple[list[_Piece], int]], divisor: int
     ) -> tuple[list[Part], Callable[[], None]]:
-        """Begin to receive the peers' rows; the function adds them up once they are there."""
+        """Start receiving the peers' rows; the returned function adds them up once they have arrived."""
         parts: list[Part] = []
         terms: list[tuple[_Piece, dict[int, Tensor]]] = []
         for parcel, tag in parcels:
@@ -153,7 +153,7 @@ class _Piece:
     Attributes:
         item: the whole gradient.
         output: where this rank's elements of the range are added up.
-        start, stop: the range, counted from the start of a rank's rows; of a rank that owns fewer rows it holds less.
+        start, stop: the range, counted from the start of a rank's rows; shorter on a rank that owns fewer rows.
     """
 
     item: Rows
@@ -168,7 +168,7 @@ class _Piece:
 
 
 def _lands_in_output(parcel: list[_Piece]) -> bool:
-    """Whether the rows from one peer can be received in the output itself: those of a large parameter, in its dtype."""
+    """Whether one peer's rows can be received in the output itself: a large parameter's can, if the dtypes are equal."""
     return len(parcel) == 1 and parcel[0].item.flat.dtype == parcel[0].output.dtype
 
 
@@ -184,8 +184,8 @@ def _parcels(items: Sequence[Rows]) -> list[list[Rows]]:
 
 
 def sum_in_order(output: Tensor, terms: Sequence[Tensor], divisor: int) -> None:
-    """output = (((t0 + t1) + t2) + ...) / divisor, where `output` may be one of the first two terms, or wider than all."""
-    # A part at a time, which stays in the cache until it is divided.
+    """output = (((t0 + t1) + t2) + ...) / divisor; `output` may be one of the first two terms, or wider than all terms."""
+    # One part at a time, so that it stays in the cache until it is divided.
     for part, first, *others in zip(*(torch.split(each, _PART_NUMEL) for each in (output, *terms)), strict=True):
         total = first
         for other in others:

@@ -29,10 +29,10 @@ _CONNECT_S = 60.0
 
 
 def make_collectives(choice: str, device: torch.device, timeout_s: float, ledger: Ledger) -> Collectives | None:
-    """Exchanges over all ranks of the default process group; None where there is one rank or no group.
+    """Exchanges over all ranks of the default process group; None if there is only one rank, or no group.
 
-    "auto" measures what there is (once for a process group) and takes the fastest; "host" falls back to "pairwise", with a
-    warning, where ranks cannot share memory. Must be called by all ranks together: it makes process groups.
+    "auto" measures the candidates (once per process group) and takes the fastest. "host" falls back to "pairwise", with a
+    warning, if ranks cannot share memory. All ranks must call this together, because it creates process groups.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -48,8 +48,8 @@ def all_collectives(device: torch.device, timeout_s: float) -> list[Collectives]
 
 
 def _given(device: torch.device, timeout_s: float, ledger: Ledger) -> tuple[Any, ...]:
-    """The arguments of an implementation: process groups of its own, and what every one has."""
-    # Each exchange is waited for with its own time; connecting the ranks may take longer than a short one.
+    """The arguments of every implementation, with process groups made for them."""
+    # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer.
     timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))
     group, gather_group = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
     is_gloo = str(dist.get_backend(group)) == "gloo"
@@ -79,7 +79,7 @@ def _make(choice: str, given: tuple[Any, ...]) -> Collectives:
 
 
 def _candidates(pairwise: Collectives, given: tuple[Any, ...]) -> tuple[list[Collectives], str]:
-    """What `auto` chooses from, and why `host` is not among it."""
+    """What `auto` chooses from, and why `host` is not among them."""
     native = NativeCollectives(*given)
     if pairwise.backend != "gloo":
         return [native], "the parameters are not in the host's memory"  # NCCL's own collectives are the right ones
@@ -93,7 +93,7 @@ def _candidates(pairwise: Collectives, given: tuple[Any, ...]) -> tuple[list[Col
 
 @dataclass(frozen=True)
 class _Groups:
-    """The process groups of one `Collectives`, which torch keeps: peers may still be in its last exchange when it goes."""
+    """The process groups of one `Collectives`. They outlive it, because peers may still be in its last exchange."""
 
     owner: weakref.ref[Collectives]
     default_group: weakref.ref[dist.ProcessGroup]
@@ -104,13 +104,13 @@ _groups: list[_Groups] = []
 
 
 def _close_unused_groups(made: Collectives) -> None:
-    """Close the groups of models that are gone on every rank: each has threads that poll, for as long as it is there."""
+    """Close the groups of models that are gone on every rank: each group has threads that poll as long as it exists."""
     global _groups
     world = dist.group.WORLD
     assert world is not None
     _groups = [each for each in _groups if each.default_group() is world]  # torch has closed the others
     if len(_groups) > 1:
-        gc.collect()  # a model that was dropped may lie in a cycle
+        gc.collect()  # a dropped model may be part of a reference cycle
     uses = [int(each.owner() is not None) for each in _groups]
     in_use = [any(column) for column in zip(*made.agree(uses, "the models that are still in use"), strict=True)]
     for each, is_used in zip(_groups, in_use, strict=True):

@@ -5,5 +5,5 @@ Only this folder reads `HF_ZERO_*` variables, and only `zero_config` knows stage
 
 - `zero_config`: the configuration, and the policy of a stage.
 - `values`: numbers, sizes and booleans as people write them.
-- `deepspeed`: translates a DeepSpeed JSON; `deepspeed_rules`: its table of keys.
+- `deepspeed`: translates a DeepSpeed JSON file; `deepspeed_rules`: its table of keys.
 """

@@ -1,11 +1,11 @@
-"""DeepSpeed JSON: what each of its keys means here, said in words, key by key.
+"""DeepSpeed JSON: what each of its keys means here, key by key and in words.
 
-[Note: three fates of a key] A key whose meaning holds here is *kept*. One without influence on what is learned is
-*differs* (something else happens instead) or *unsupported* (nothing does), with a line that says so. One that would
-make training compute something else if it were ignored, or run out of the memory it was meant to save, is a
-ConfigError: a run never changes silently. More precision than was asked for is not an error.
+[Note: three fates of a key] A key whose meaning also holds here is *kept*. A key that does not affect what is learned
+*differs* (something else happens instead) or is *unsupported* (nothing happens), with a line that says so. A key is a
+ConfigError if ignoring it would make training compute something else, or run out of the memory that the key was meant to
+save: a run never changes silently. More precision than was asked for is not an error.
 
-`translate` returns plain values; `hf_zero.config.zero_config` makes a ZeroConfig of them, so that imports point one way.
+`translate` returns plain values; `hf_zero.config.zero_config` makes a ZeroConfig from them, so that imports point one way.
 
 Source: DeepSpeed 0.19, `runtime/config.py`, `runtime/zero/config.py`, `runtime/lr_schedules.py`.
 """
@@ -41,7 +41,7 @@ from hf_zero.config.deepspeed_rules import (
 from hf_zero.errors import ConfigError
 
 ABSENT = "(absent)"
-"""The value of a row about a key that the file does not have, where DeepSpeed's default is another than ours."""
+"""The value in a row about a key that is not in the file, if DeepSpeed's default for it differs from ours."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ImportRow:
 
 @dataclass(frozen=True)
 class Translation:
-    """A DeepSpeed file in our words.
+    """A DeepSpeed file in our terms.
 
     Attributes:
         zero: keys and values of a ZeroConfig.
@@ -85,14 +85,14 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def translate(mapping: Mapping[Any, Any], source: str) -> Translation:
-    """A DeepSpeed config in our words.
+    """A DeepSpeed config in our terms.
 
     Args:
         mapping: the file's content.
         source: where it comes from; the errors name it.
 
     Raises:
-        ConfigError: a key is unknown, a value is wrong, or means what would train differently here.
+        ConfigError: a key is unknown, or a value is wrong or would train differently here.
     """
     reader = _Reader(source)
     reader.refuse_unknown("", mapping, TOP_KEYS)
@@ -129,7 +129,7 @@ def _as_json(value: object) -> str:
 
 @dataclass
 class _Reader:
-    """One pass over a DeepSpeed config: collects what its keys mean here, and raises where they cannot be meant."""
+    """One pass over a DeepSpeed config: collects what its keys mean here, and raises for a key that cannot be honoured."""
 
     source: str
     zero: dict[str, Any] = field(default_factory=dict)
@@ -174,12 +174,12 @@ class _Reader:
         return int(number)
 
     def argument(self, key: str, value: object, argument: str, parsed: Any) -> None:
-        """A value that is the Trainer's argument of another name."""
+        """Record a value that the Trainer takes under another argument name."""
         self.training[argument] = parsed
         self.row(key, value, f"{argument}={parsed}")
 
     def judge(self, prefix: str, block: Mapping[Any, Any], rules: Mapping[str, Rule]) -> None:
-        """Rows, or an error, for the keys that need no translation."""
+        """Add rows, or raise an error, for the keys that need no translation."""
         for name, value in block.items():
             rule = rules.get(name)
             if rule is None:
@@ -319,7 +319,7 @@ def _translate_reduce_dtype(reader: _Reader, top: Mapping[Any, Any]) -> str | No
 def _translate_bucket(
     reader: _Reader, block: Mapping[Any, Any], name: str, zero_key: str, dtype: str, *, minimum_bytes: int
 ) -> None:
-    """Elements of DeepSpeed to bytes of ours: what the buffer would have taken there."""
+    """Convert DeepSpeed's number of elements to our number of bytes: what the buffer would have taken there."""
     value = block.get(name)
     if value is None:
         return
@@ -352,8 +352,8 @@ def _translate_persistence(reader: _Reader, block: Mapping[Any, Any]) -> None:
 def _translate_reduce_scatter(reader: _Reader, block: Mapping[Any, Any]) -> None:
     """Which exchange gives each rank its own rows.
 
-    DeepSpeed's `reduce_scatter` scatters nothing: it all-reduces a bucket that holds several ranks' rows, or reduces each
-    rank's part to it where `use_multi_rank_bucket_allreduce` is false. Here it does what it says.
+    DeepSpeed's `reduce_scatter` scatters nothing: it all-reduces a bucket that holds several ranks' rows or, if
+    `use_multi_rank_bucket_allreduce` is false, reduces each rank's part to that rank. Here it does what its name says.
     """
     key, bucket_key = "zero_optimization.reduce_scatter", "zero_optimization.use_multi_rank_bucket_allreduce"
     scatters, is_bucketed = block.get("reduce_scatter"), block.get("use_multi_rank_bucket_allreduce")

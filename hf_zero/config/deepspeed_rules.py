@@ -1,4 +1,4 @@
-"""What each DeepSpeed key asks for, and what becomes of it here: the table of `deepspeed`, without its reading.
+"""What each DeepSpeed key asks for, and what becomes of it here: the table that `deepspeed` applies.
 
 Source: DeepSpeed 0.19, `runtime/config.py`, `runtime/zero/config.py`, `runtime/lr_schedules.py`.
 """
@@ -16,10 +16,10 @@ class Rule:
     """What to do with a key that needs no translation.
 
     Attributes:
-        fate: the row's status, or "refused" for a ConfigError; where the value is in `harmless`, always "kept".
+        fate: the row's status, or "refused" for a ConfigError; a value in `harmless` is always "kept".
         note: what happens here instead, or why it is refused.
-        harmless: values that ask for nothing, or for what happens anyway; null always is.
-        switch: the value is a block, and this key in it is what counts.
+        harmless: values that ask for nothing, or for what happens anyway; null is always harmless.
+        switch: if set, the value is a block, and this key in it is what counts.
         type: type that the value must have ("any": not checked).
     """
 
@@ -31,7 +31,7 @@ class Rule:
 
 
 def _flag(fate: Status | Literal["refused"], note: str, harmless: bool | None = False) -> Rule:
-    """A rule for a boolean; `harmless=None`: neither value is."""
+    """A rule for a boolean; `harmless=None`: neither value is harmless."""
     return Rule(fate, note, () if harmless is None else (harmless,), type="flag")
 
 

@@ -1,4 +1,4 @@
-"""Reading one value of a configuration: as `ZeroConfig` keeps it, or a ConfigError that names its key."""
+"""Reads one value of a configuration: returns it as `ZeroConfig` keeps it, or raises a ConfigError that names its key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FUTURE_COLLECTIVES = ("quantised", "quantized")
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: not too long."""
+    """A value as errors show it, shortened if it is long."""
     return _SHORT.repr(value)
 
 
@@ -36,7 +36,7 @@ def fail(key: str, value: object, problem: str) -> NoReturn:
 
 
 def _as_number(value: object) -> int | float | None:
-    """A finite number, or None; strings too, since YAML 1.1 reads 1e5 as one. A bool is not a number."""
+    """A finite number, or None. Strings are accepted, since YAML 1.1 reads 1e5 as a string. A bool is not a number."""
     if isinstance(value, str) and re.fullmatch(_NUMBER, value.strip(), re.ASCII | re.IGNORECASE):
         value = int(value) if value.strip().isdigit() else float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -52,7 +52,7 @@ def integer(key: str, value: object, *, minimum: int, maximum: int, advice: str)
 
 
 def count(key: str, value: object, *, minimum: int) -> int:
-    """A number of elements; 1e5 is one too."""
+    """A number of elements; 1e5 is accepted too."""
     number = _as_number(value)
     if number is None or number != int(number) or not minimum <= number <= _LARGEST:
         fail(key, value, f"is not a number of elements; use a whole number of at least {minimum}")
@@ -82,7 +82,7 @@ def seconds(key: str, value: object) -> float:
 
 
 def boolean(key: str, value: object) -> bool:
-    """True or False, and nothing that merely counts as one."""
+    """True or False, and nothing that is merely truthy or falsy."""
     if not isinstance(value, bool):
         fail(key, value, "is not a boolean; use true or false")
     return value
@@ -109,7 +109,7 @@ def dtype(key: str, value: object, *, words: tuple[str, ...]) -> str:
 
 
 def collectives(key: str, value: object) -> str:
-    """A name of a way to exchange."""
+    """The name of an implementation of the exchanges."""
     words = ("auto", "native", "pairwise", "host")
     if isinstance(value, str) and value in _FUTURE_COLLECTIVES:
         fail(key, value, f"does not exist yet; use one of {', '.join(words)}")

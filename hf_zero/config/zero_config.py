@@ -47,9 +47,9 @@ class StagePolicy:
     """What a stage shards over the ranks; what it does not shard stays whole on every rank.
 
     Attributes:
-        shards_optimizer: optimizer states (and masters) are rows of a rank.
-        shards_gradients: gradients are reduced to a rank's rows after every micro-batch, and kept so.
-        shards_parameters: parameters are rows between uses, and gathered for each use.
+        shards_optimizer: each rank holds only its own rows of the optimizer states (and masters).
+        shards_gradients: after every micro-batch, gradients are reduced to each rank's own rows, and stay so.
+        shards_parameters: each rank keeps only its own rows of the parameters; they are gathered for each use.
 
     Source: ZeRO (arXiv:1910.02054), section 5.
     """
@@ -61,8 +61,8 @@ class StagePolicy:
 
 _POLICIES = (
     StagePolicy(False, False, False),  # 0: data parallelism; the baseline that the others are checked against
-    StagePolicy(True, False, False),  # 1: P_os; one reduce-scatter and one gather a step
-    StagePolicy(True, True, False),  # 2: P_os+g; a reduce-scatter a micro-batch
+    StagePolicy(True, False, False),  # 1: P_os; one reduce-scatter and one gather per step
+    StagePolicy(True, True, False),  # 2: P_os+g; one reduce-scatter per micro-batch
     StagePolicy(True, True, True),  # 3: P_os+g+p; parameters are gathered for forward and for backward
 )
 
@@ -73,9 +73,9 @@ class UnitGrouping:
 
     Attributes:
         class_names: every module of one of these classes is a unit, for example ("LlamaDecoderLayer",).
-        min_numel: modules are made units bottom-up once they hold at least this many elements.
+        min_numel: modules become units, bottom-up, once they hold at least this many elements.
 
-    With neither, units are found by themselves ("auto": repeated blocks, embeddings, the head).
+    With neither, units are found automatically ("auto": repeated blocks, embeddings, the head).
     """
 
     class_names: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class UnitGrouping:
 
     @classmethod
     def from_value(cls, value: object) -> UnitGrouping:
-        """The grouping of a YAML form: `auto`, `[LlamaDecoderLayer]` or `{min_numel: 1000000}`.
+        """The grouping that a YAML form describes: `auto`, `[LlamaDecoderLayer]` or `{min_numel: 1000000}`.
 
         Raises:
             ConfigError: the value is none of these.
@@ -124,37 +124,37 @@ class UnitGrouping:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """How a model is partitioned over the ranks, validated when it is made.
+    """How a model is partitioned over the ranks; validated on creation.
 
-    Byte fields also take strings ("64MiB", "1GiB", "500MB", "5e7"), and are bytes afterwards; dtype fields also take
-    "bf16", "fp32" and torch dtypes; `units` also takes its YAML forms.
+    Byte fields also accept strings ("64MiB", "1GiB", "500MB", "5e7") and hold bytes afterwards. Dtype fields also accept
+    "bf16", "fp32" and torch dtypes. `units` also accepts its YAML forms.
 
     Attributes:
-        stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
+        stage: what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         units: the sets of parameters that are gathered together.
-        keep_whole_numel: elements; a parameter of at most this many stays whole on every rank, in stage 3 and in the
+        keep_whole_numel: a parameter of at most this many elements stays whole on every rank, in stage 3 and in the
             optimizer shard. 0: none does.
-        prefetch_bytes: bytes of parameters gathered ahead of their use, or kept at the end of a forward, since the backward
-            uses them first. 0: none.
+        prefetch_bytes: bytes of parameters gathered ahead of their use, or kept at the end of a forward because the
+            backward uses them first. 0: none.
         bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
-            rounds of at most as many.
+            rounds of at most this size.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 flag.
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
-        reduce_dtype: dtype in which gradients are added up between ranks; "auto": the compute dtype.
-        gradient_reduction: whether gradients are averaged over the ranks, or added.
+        reduce_dtype: dtype in which gradients are added up across ranks; "auto": the compute dtype.
+        gradient_reduction: whether gradients are averaged or summed over the ranks.
         collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
             ranks swaps what the other needs), "host" (ranks of a host share memory, hosts swap pairwise; CPU only). "auto"
             takes the fastest on gloo, measured once when training starts, and "native" elsewhere.
         timeout_s: seconds after which one exchange counts as failed.
-        reduce_scatter: how each rank gets the sum of its own rows of a gradient: True reduce-scatters, False all-reduces
-            whole gradients and keeps own rows, "to_owner" reduces the rows of each rank to it, a reduction a rank.
+        reduce_scatter: how each rank gets the sum of its own rows of a gradient. True reduce-scatters, False all-reduces
+            whole gradients and keeps the rank's rows, "to_owner" reduces each rank's rows to it, with one reduce per rank.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
-            (stage 3 only): one gather less, and the memory of all parameters.
+            (stage 3 only). This saves one gather, and takes the memory of all parameters.
         expected_world_size: ranks that the run must have; None: any number.
-        async_save: the Trainer's checkpoints are written while training goes on, from copies of the rows.
+        async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
 
     Raises:
-        ConfigError: a value is wrong, or two do not go together.
+        ConfigError: a value is wrong, or two values contradict each other.
     """
 
     stage: int = 3
@@ -196,10 +196,10 @@ class ZeroConfig:
 
     @property
     def exchange(self) -> str:
-        """`collectives`, where HF_ZERO_COLLECTIVES may say what "auto" stands for.
+        """`collectives`, with "auto" replaced by what HF_ZERO_COLLECTIVES says, if it is set.
 
         Raises:
-            ConfigError: the variable holds another word.
+            ConfigError: the variable holds an unknown word.
         """
         if self.collectives != "auto":
             return self.collectives
@@ -209,10 +209,10 @@ class ZeroConfig:
     def load(
         cls, source: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
     ) -> ZeroConfig:
-        """A config from wherever it is written.
+        """Load a config from wherever it is written.
 
-        A DeepSpeed file is recognised. What it says about training (batch size, optimizer, clipping) is no part of a
-        ZeroConfig: `load_with_import` returns that too.
+        A DeepSpeed file is recognised. What it says about training (batch size, optimizer, clipping) is not part of a
+        ZeroConfig; `load_with_import` returns that too.
 
         Args:
             source: a config, a mapping, a path (.yaml, .yml, .json), or JSON text that starts with "{". None: the
@@ -226,12 +226,12 @@ class ZeroConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ZeroConfig:
-        """The config in a YAML (.yaml, .yml) or JSON (.json) file, our format or DeepSpeed's."""
+        """The config in a YAML (.yaml, .yml) or JSON (.json) file, in our format or DeepSpeed's."""
         return _from_mapping(_read_file(os.fsdecode(path)), os.fsdecode(path))[0]
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], source: str = "the given mapping") -> ZeroConfig:
-        """The config that a mapping describes, our format or DeepSpeed's.
+        """The config that a mapping describes, in our format or DeepSpeed's.
 
         Args:
             mapping: keys and values as YAML or JSON gives them.
@@ -274,7 +274,7 @@ class DeepSpeedImport:
 def load_with_import(
     source: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
 ) -> tuple[ZeroConfig, DeepSpeedImport | None]:
-    """`ZeroConfig.load`, and the import where the source was a DeepSpeed file (its `config` has the overrides too).
+    """Like `ZeroConfig.load`, and returns the import too if the source was a DeepSpeed file (with overrides applied).
 
     Raises:
         ConfigError: as `ZeroConfig.load`.
@@ -298,7 +298,7 @@ def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str]) -> DeepSp
     """What a DeepSpeed mapping, file or JSON text means here.
 
     Raises:
-        ConfigError: it is not a DeepSpeed config, or asks for what would train differently here.
+        ConfigError: it is not a DeepSpeed config, or asks for something that would train differently here.
     """
     mapping, name = _read(source)
     imported = _from_mapping(mapping, name)[1]
@@ -433,7 +433,7 @@ def _parse_yaml(text: str, source: str) -> object:
     import yaml
 
     class UniqueKeyLoader(yaml.SafeLoader):
-        """SafeLoader that refuses a key written twice, of which YAML would keep the last without a word."""
+        """A SafeLoader that refuses a key written twice; YAML would silently keep the last one."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set()

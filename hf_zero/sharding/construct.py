@@ -1,8 +1,8 @@
 """Partition a model while it is constructed: parameters become shards as they are registered on modules.
 
-One rule: while a `Cutter` is at work, every parameter that is registered becomes a shard at once, and every torch function
-that touches it there sees it whole for a moment (`WholeWindow`, `WholeOnTouch`). So weight initialisation runs unchanged,
-on whole tensors, in the unsharded order.
+One rule: while a `Cutter` is active, every registered parameter becomes a shard at once, and every torch function that
+touches it meanwhile sees it whole for a moment (`WholeWindow`, `WholeOnTouch`). Weight initialisation therefore runs
+unchanged, on whole tensors, in the unsharded order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hf_zero.engine.parameter import cut, wrap
 from hf_zero.engine.world import World
 
 WINDOW_BYTES = 16 * 2**20
-"""Bytes of parameters that may be whole at a time while a model is constructed, beside the one in use."""
+"""Bytes of parameters that may be whole at a time while a model is constructed, besides the one in use."""
 
 
 def to_shard(whole: nn.Parameter, world: World) -> DTensor:
-    """A parameter of the shape of `whole` that holds this rank's rows, copied; on meta it holds nothing."""
+    """A parameter of the shape of `whole` that holds a copy of this rank's rows; on meta it holds nothing."""
     assert world.collectives is not None
     layout = world.layout_for(whole.shape, whole.is_complex())
     return cast(DTensor, cut(whole, layout, world.rank, whole.dtype, world.collectives.mesh))
@@ -53,7 +53,7 @@ def is_plain(value: object) -> TypeGuard[nn.Parameter]:
 
 
 def is_mapped(local: Tensor) -> bool:
-    """Whether the storage is not the allocator's own: a slice of a mapped file, or of somebody's bigger tensor."""
+    """Whether the storage is not the tensor's own: the tensor is a slice of a mapped file or of a larger tensor."""
     storage = local.untyped_storage()
     return not storage.resizable() or storage.nbytes() != local.nbytes
 
@@ -74,29 +74,29 @@ class _Whole:
     world: World
 
     def write_back(self) -> None:
-        """Bring the shard up to date."""
+        """Bring the shard up to date with the whole tensor."""
         with torch.no_grad():
             local = torch_compat.local_of(self.param)
             local.copy_(self.world.layout_of(self.param).rows_of(self.data, self.world.rank))
 
     def is_held_elsewhere(self) -> bool:
-        """Whether a view of the whole tensor lives on, so that writes through it may still come."""
+        """Whether a view of the whole tensor is still alive, so that there may still be writes through it."""
         storage = self.data.untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata) > 2  # ours, and `storage` here
 
 
 class WholeWindow:
-    """The few parameters that are whole just now: least recently touched out, its own rows written back.
+    """The few parameters that are whole at the moment. The least recently touched leaves first; its rows are written back.
 
-    What is in the window follows from the sequence of touches alone, so ranks that run the same code gather together. A
-    tensor of which a view is still alive when it leaves keeps its memory (`_lapsed`) until the view is gone: that
+    What is in the window depends only on the sequence of touches, so ranks that run the same code gather together. If a
+    view of a tensor is still alive when the tensor leaves, its memory is kept (`_lapsed`) until the view is gone. That
     changes memory on one rank, never the collectives.
     """
 
     def __init__(self, world: World, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._world = world
-        self.home = torch.device("cpu")  # where the unsharded code would hold, and draw, what we did not see being made
+        self.home = torch.device("cpu")  # where unsharded code would hold, and draw, what we did not see being made
         self._homes: dict[int, torch.device] = {}
         self.num_gathers = 0
         self.peak_bytes = 0
@@ -105,7 +105,7 @@ class WholeWindow:
         self._lapsed: dict[int, _Whole] = {}
 
     def admit(self, param: DTensor, whole: Tensor) -> None:
-        """`param` was cut from `whole` just now: keep `whole` for the code that goes on to initialise it."""
+        """Keep `whole`, from which `param` has just been cut, for the code that goes on to initialise it."""
         self._homes[id(param)] = whole.device
         self._insert(_Whole(param, whole, self._world))
 
@@ -125,12 +125,12 @@ class WholeWindow:
                 self.num_gathers += 1
                 data = gather_whole(param, self._world).to(home)
             if lapsed is not None:
-                data = lapsed.data.copy_(data) if not overwrites else lapsed.data
+                data = lapsed.data.copy_(data) if not overwrites else lapsed.data  # live views must see the changes
         self._insert(_Whole(param, data, self._world))
         return data
 
     def settle(self, param: DTensor, forget: bool = False) -> None:
-        """Bring the shard up to date for somebody who is about to read it, or to replace what it holds (`forget`)."""
+        """Bring the shard up to date before it is read directly, or before what it holds is replaced (`forget`)."""
         for entries in (self._open, self._lapsed):
             if (entry := entries.get(id(param))) is not None:
                 entry.write_back()
@@ -140,7 +140,7 @@ class WholeWindow:
                 self._bytes -= entry.data.nbytes
 
     def close(self) -> None:
-        """Bring all shards up to date, and let go of everything whole."""
+        """Bring all shards up to date, and release everything that is whole."""
         for entry in (*self._lapsed.values(), *self._open.values()):
             entry.write_back()
         self._open.clear()
@@ -168,13 +168,13 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Functions whose first tensor (or `out`) is overwritten from end to end, so that its old values are not needed.
+# Functions that overwrite their first tensor (or `out`) entirely, so that its old values are not needed.
 _OVERWRITES = _words(
     "normal_ uniform_ zero_ fill_ copy_ random_ exponential_ bernoulli_ log_normal_ cauchy_ geometric_ "
     "constant_ ones_ zeros_ eye_ eye xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ "
     "trunc_normal_"
 )
-# Functions that use a tensor's shape, dtype and device only.
+# Functions that use only a tensor's shape, dtype and device.
 _SHAPE_ONLY = _words(
     "new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like rand_like randn_like"
 )
@@ -252,12 +252,12 @@ class WholeOnTouch(TorchFunctionMode):
 
 
 def _is_called_by_module() -> bool:
-    """Whether the torch function in hand was called by torch's own `nn.Module` (two Python frames up)."""
+    """Whether the current torch function was called by torch's own `nn.Module` (two Python frames up)."""
     return sys._getframe(2).f_globals.get("__name__") == nn.Module.__module__
 
 
 def _is_called_by_parameter() -> bool:
-    """Whether the torch function in hand was called by `nn.Parameter.__new__` (two Python frames up)."""
+    """Whether the current torch function was called by `nn.Parameter.__new__` (two Python frames up)."""
     return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
 
 
@@ -271,9 +271,9 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def shared_rng(world: World) -> Iterator[None]:
-    """Draw what rank 0 would draw, on all ranks.
+    """Make all ranks draw what rank 0 would draw.
 
-    On exit a rank gets its own state back if it came with another one; a rank that came with the same state goes on
+    On exit, a rank whose state differed from rank 0's gets its own state back. A rank that had the same state continues
     from where the draws ended, as an unsharded model would leave it.
     """
     own = {"cpu": torch.get_rng_state()}
@@ -310,11 +310,11 @@ class Cutter:
         self._mode = WholeOnTouch(self.window, self._twins)
         self._reads_file = False
         self._is_paused = False
-        self._thread = threading.get_ident()
+        self._thread = threading.get_ident()  # torch's hooks are global; other threads' modules are left alone
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
-        """Cut parameters when they are registered; show them whole to whatever touches them here."""
+        """Cut parameters when they are registered; show them whole to whatever touches them meanwhile."""
         with self._hooked(), shared_rng(self.world), self._mode:
             try:
                 yield
@@ -325,7 +325,7 @@ class Cutter:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Only remember which models are constructed, where nothing is to be cut."""
+        """Only remember which models are constructed; for when nothing is to be cut."""
         with self._hooked():
             yield
 
@@ -341,7 +341,7 @@ class Cutter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within: nothing is cut, and nothing is shown whole."""
+        """While active, nothing is cut, and nothing is shown whole."""
         before = self._is_paused, self._mode.is_paused
         self._is_paused = self._mode.is_paused = True
         try:
@@ -367,7 +367,7 @@ class Cutter:
             self._parts.add(submodule)
 
     def models(self) -> list[nn.Module]:
-        """The outermost modules constructed here that hold shards, or parameters where nothing is cut."""
+        """The outermost modules constructed here that hold shards, or, if nothing is cut, parameters."""
         roots = [module for module in self._made if module not in self._parts]
         cuts = self.world.partitions
         return [module for module in roots if any(is_shard(param) or not cuts for param in module.parameters())]
@@ -402,7 +402,7 @@ class Cutter:
             return shard
 
     def cut_meta(self, model: nn.Module, keep_whole: set[str]) -> None:
-        """Replace `model`'s meta parameters by meta shards, tied ones by the same, all but `keep_whole`."""
+        """Replace all of `model`'s meta parameters but `keep_whole` with meta shards; tied ones get the same shard."""
         with self.paused():
             shards: dict[int, DTensor] = {}
             kept = {id(model.get_parameter(name)) for name in keep_whole if is_parameter(model, name)}

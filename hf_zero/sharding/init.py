@@ -1,4 +1,4 @@
-"""Init: partition models while they are loaded or constructed. And the same, switched on for a whole program."""
+"""`Init` partitions models while they are loaded or constructed; `activate` does the same for a whole program."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hf_zero.sharding.shard_model import attach_late, raise_to_master
 
 
 class Init:
-    """Within: every model that is loaded or constructed is partitioned as it comes into being.
+    """While active, every model that is loaded or constructed is partitioned as it is made.
 
-    `from_pretrained` reads only this rank's rows of each file. Constructors, `from_config` included, run unchanged, on
-    whole tensors drawn in the unsharded order from rank 0's random state, so freshly initialised weights are those of
-    the unsharded model; at most about 16 MiB of parameters, or one, are whole at a time. The model gets its engine at
-    its first forward, or by `shard_model(model)`. All ranks must enter and leave together.
+    `from_pretrained` reads only this rank's rows of each file. Constructors, `from_config` included, run unchanged on
+    whole tensors, drawn in the unsharded order from rank 0's random state. Freshly initialised weights are therefore those
+    of the unsharded model. At most about 16 MiB of parameters, or a single parameter, are whole at a time. The model gets
+    its engine at its first forward, or from `shard_model(model)`. All ranks must enter and leave together.
 
     Args:
         config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names.
@@ -79,14 +79,14 @@ class Init:
 
 
 def _adopt(model: nn.Module, world: World) -> None:
-    """A model has been made: give it the optimizer's dtype, the seams, and an engine at its first forward."""
+    """Give a newly made model the optimizer's dtype, its methods, and an engine at its first forward."""
     raise_to_master(model, world)
     attach_late(model, world)
     model_methods.attach(model, world)
 
 
 def default_device() -> torch.device:
-    """Where this process's parameters live: its accelerator, unless the process group is one for CPUs."""
+    """Where this process's parameters live: on its accelerator, unless the process group is for CPUs."""
     backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or backend == "gloo":
@@ -136,10 +136,10 @@ class _Activation:
 
 
 def activate(config: ZeroConfig, device: torch.device) -> None:
-    """From now on transformers' models are partitioned when they are loaded or made from a config, until `undo()`.
+    """From now until `undo()`, partition transformers' models when they are loaded or made from a config.
 
-    `ZeroTrainingArguments` calls it. With the same configuration as before it changes nothing; another one takes the
-    earlier one's place.
+    `ZeroTrainingArguments` calls this. The same configuration as before changes nothing; another one replaces the
+    earlier one.
 
     Args:
         config: how to partition.
@@ -172,7 +172,7 @@ def undo() -> None:
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Within: models are loaded and constructed whole, as without hf_zero, and stay whole."""
+    """While active, models are loaded and constructed whole, as without hf_zero, and stay whole."""
     with _paused(_left_whole):
         yield
 
@@ -204,7 +204,7 @@ def _pausable(seam: LoadSeam, cutter: Cutter | None) -> Iterator[None]:
 
 
 def leave_whole(model: nn.Module) -> nn.Module:
-    """Name a model that stays whole, even if it is given to a Trainer with `ZeroTrainingArguments`; returns it.
+    """Mark a model to stay whole, even if it is given to a Trainer with `ZeroTrainingArguments`; returns the model.
 
     Raises:
         UsageError: it is partitioned already.
@@ -216,7 +216,7 @@ def leave_whole(model: nn.Module) -> nn.Module:
 
 
 def is_left_whole(model: nn.Module) -> bool:
-    """Whether the model is to stay whole: named by `leave_whole`, or loaded `with disabled()`."""
+    """Whether the model is to stay whole: marked by `leave_whole`, or loaded `with disabled()`."""
     return model in _left_whole
 
 

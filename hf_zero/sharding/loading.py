@@ -1,8 +1,8 @@
 """Partition a model while transformers loads it: each rank reads only its rows.
 
-Two private methods of `PreTrainedModel` are wrapped: `_load_pretrained_model`, before which the model's parameters become
-meta shards, so that transformers' own loader slices each tensor of a file to this rank's rows; and
-`_finalize_model_loading`, in which missing weights are initialised, on whole tensors.
+Two private methods of `PreTrainedModel` are wrapped. Before `_load_pretrained_model`, the model's parameters become meta
+shards, so that transformers' own loader slices each tensor of a file to this rank's rows. In `_finalize_model_loading`,
+missing weights are initialised, on whole tensors.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def checkpoint_shapes(
 def keeps_rows(operations: Sequence[Any], sources: Sequence[Sequence[Shape]], targets: Sequence[Shape], n: int) -> bool:
     """Whether converting each rank's rows of the sources gives that rank's rows of the targets.
 
-    Safe are: stacking one tensor per row (`MergeModulelist(dim=0)`) where every rank owns a row, and operations on dims
-    >= 1 of sources that have the targets' rows. Anything else, and anything unknown, is not.
+    Two cases are safe: stacking one tensor per row (`MergeModulelist(dim=0)`) if every rank owns a row, and operations on
+    dims >= 1 of sources that have the targets' rows. Anything else, and anything unknown, is not safe.
 
     Args:
         sources: for each source pattern the shapes of the tensors it matched.
@@ -93,10 +93,10 @@ def names_to_read_whole(
 ) -> set[str]:
     """Parameters of `model` (on meta) that transformers' loader must not slice on dim 0 while it reads.
 
-    They are: parameters that stay whole (`DtensorShardOperation` slices whatever is a DTensor), targets whose
-    checkpoint shape differs (so the size test sees whole shapes, on all ranks alike), and all targets of conversions
-    that mix rows (`keeps_rows`).
-    Follows the key renaming of `convert_and_load_state_dict_in_model`, on copies: matching marks transforms.
+    These are parameters that stay whole (`DtensorShardOperation` slices every DTensor), targets whose checkpoint shape
+    differs (so that the size test sees whole shapes, alike on all ranks), and all targets of conversions that mix rows
+    (`keeps_rows`). Keys are renamed as in `convert_and_load_state_dict_in_model`, but with copies of the transforms,
+    because matching leaves marks on them.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -146,12 +146,12 @@ def _targets_of(converter: Any, first_target: str, state: Mapping[str, Tensor]) 
 
 
 class LoadSeam:
-    """Puts a `Cutter` around `_load_pretrained_model` and `_finalize_model_loading`; `close()` takes it off again.
+    """Puts a `Cutter` around `_load_pretrained_model` and `_finalize_model_loading`; `close()` removes it again.
 
     Args:
         world: the ranks.
         on_loaded: called with every model that has been partitioned while it was loaded.
-        open_cutter: of an `Init` around the call, whose hook and mode are at work already.
+        open_cutter: the cutter of an enclosing `Init`, whose hook and mode are already active.
     """
 
     def __init__(self, world: World, on_loaded: Loaded, open_cutter: Cutter | None = None) -> None:
@@ -160,8 +160,8 @@ class LoadSeam:
         self._world = world
         self._on_loaded = on_loaded
         self.is_paused = False
-        self.left_whole: weakref.WeakSet[nn.Module] | None = None  # where models loaded meanwhile are noted
-        self._open_cutter = open_cutter  # of an `Init` around us, whose hook and mode run already
+        self.left_whole: weakref.WeakSet[nn.Module] | None = None  # collects the models loaded meanwhile
+        self._open_cutter = open_cutter
         self._cls = PreTrainedModel
         self._originals = {n: vars(PreTrainedModel)[n] for n in ("_load_pretrained_model", "_finalize_model_loading")}
         self._loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -212,7 +212,7 @@ class LoadSeam:
         cutter.cut_meta(model, keep_whole=whole)
         problem, result, cause = None, None, None
         with ExitStack() as stack:
-            # The loader's threads read ahead: with tensors read whole that could be the whole model at once.
+            # The loader's threads read ahead: if tensors are read whole, that could be the whole model at once.
             stack.enter_context(_environ("HF_DEACTIVATE_ASYNC_LOAD", "1" if _has_rows(model, whole) else None))
             stack.enter_context(cutter.reading())
             stack.enter_context(_quiet(self._world.rank != 0))
@@ -221,7 +221,7 @@ class LoadSeam:
                 problem = (
                     "; ".join(f"{k}: {v.splitlines()[-1]}" for k, v in result[0].conversion_errors.items()) or None
                 )
-            except Exception as error:  # told to all ranks below
+            except Exception as error:  # reported to all ranks below
                 problem, cause = f"{type(error).__name__}: {error}", error
         try:
             self._world.raise_together(problem, f"loading {load_config.pretrained_model_name_or_path}", PartitionError)
@@ -232,7 +232,7 @@ class LoadSeam:
             for module in model.modules():
                 if isinstance(module, nn.RNNBase):  # its __setattr__ keeps what was set, not what the hook made of it
                     module._init_flat_weights()
-        cutter.cut_meta(model, keep_whole=set())  # missing and mismatched ones are initialised as shards
+        cutter.cut_meta(model, keep_whole=set())  # missing and mismatched parameters are initialised as shards
         return result
 
     def _finalize(self, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
@@ -272,7 +272,7 @@ def _own_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def _quiet(is_quiet: bool) -> Iterator[None]:
-    """Within: no progress bar on this rank, if `is_quiet`."""
+    """While active, show no progress bar on this rank, if `is_quiet`."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

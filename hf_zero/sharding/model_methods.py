@@ -1,12 +1,12 @@
-"""What hf_zero puts on other people's model objects, so that transformers and accelerate treat them as they are.
+"""What hf_zero attaches to model objects, so that transformers and accelerate treat them as what they are.
 
 - `_is_distributed_loading_by_transformers`: the Trainer neither wraps the model in DDP nor moves it, and all ranks take
   part in saving.
 - `no_sync`: where accelerate and the Trainer look for it.
 - `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
-- `save_pretrained`: gathers whole weights.
-- `resize_token_embeddings`: sees whole embeddings; what it makes anew is partitioned by the next `shard_model`.
-- `generate`: keeps ranks in step while any of them still generates, as gathering needs (stage 3).
+- `save_pretrained`: writes whole weights.
+- `resize_token_embeddings`: sees whole embeddings; what it creates is partitioned by the next `shard_model`.
+- `generate`: keeps the ranks in step while any of them still generates, because all must gather together (stage 3).
 
 The methods are bound to the model, so a deep copy of it gets its own.
 """
@@ -30,7 +30,7 @@ _METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
 
 
 def attach(model: nn.Module, world: World) -> None:
-    """Put the seams on a model; a second time changes nothing."""
+    """Attach all of this to a model; a second call changes nothing."""
     attributes = model.__dict__
     attributes["no_sync"] = types.MethodType(_no_sync, model)
     if world.num_ranks == 1:
@@ -38,7 +38,7 @@ def attach(model: nn.Module, world: World) -> None:
     name = "_is_distributed_loading_by_transformers"
     attributes[name if hasattr(type(model), name) else name.removeprefix("_")] = True
     for param in model.parameters():
-        if not isinstance(param, DTensor):  # stage 0: or the Trainer averages their gradients a second time
+        if not isinstance(param, DTensor):  # stage 0: otherwise the Trainer averages their gradients a second time
             param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
     if hasattr(model, "save_pretrained"):
         attributes["save_pretrained"] = types.MethodType(_save_pretrained, model)
@@ -49,7 +49,7 @@ def attach(model: nn.Module, world: World) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Take the seams off again."""
+    """Remove all of this again."""
     for name in (*_METHODS, "_is_distributed_loading_by_transformers", "is_distributed_loading_by_transformers"):
         model.__dict__.pop(name, None)
 
@@ -66,13 +66,13 @@ def _save_pretrained(
     state_dict: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
-    """`save_pretrained` with whole weights; all ranks must call it, rank 0 writes."""
+    """`save_pretrained` of whole weights; all ranks must call it."""
     original = functools.partial(type(self).save_pretrained, self)  # type: ignore[attr-defined]
     save_whole(self, original, save_directory, is_main_process, state_dict, **kwargs)
 
 
 def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`generate` in which every rank goes on until all have finished, where parameters have to be gathered."""
+    """`generate`; if parameters have to be gathered, every rank continues until all have finished."""
     world = world_of_model(self)
     if world is not None and world.config.policy.shards_parameters:
         kwargs["synced_gpus"] = True

@@ -1,4 +1,4 @@
-"""Cutting the parameters of a model that stands whole on every rank, and starting its engine."""
+"""Cuts the parameters of a model that is whole on every rank, and starts its engine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def shard_model(
 ) -> ZeroEngine:
     """Partition a model over the data-parallel ranks, in place, and run it under ZeRO from now on.
 
-    Called by all ranks together, before the optimizer is made. Parameters become `DTensor`s of their own shape, of
-    which each rank holds its rows (`Shard(0)`); values are those of rank 0, as under DDP. In stage 0 and at world size 1
-    they stay plain tensors, in the master dtype. A model made under `Init` is partitioned already; whatever was
-    added to it since (adapters, a new head) is partitioned now. The model gets `no_sync`, and, where it has them, a
-    `save_pretrained` that gathers and a `generate` that keeps the ranks in step.
+    All ranks call this together, before the optimizer is made. Parameters become `DTensor`s of their own shape, and each
+    rank holds its own rows (`Shard(0)`). Values are those of rank 0, as under DDP. In stage 0 and at world size 1, the
+    parameters stay plain tensors, in the master dtype. A model made under `Init` is already partitioned; whatever has been
+    added to it since (adapters, a new head) is partitioned now. The model gets `no_sync` and, if it has such methods, a
+    `save_pretrained` that writes whole weights and a `generate` that keeps the ranks in step.
 
     Args:
         model: any module, on one device, not wrapped.
@@ -77,7 +77,7 @@ def shard_model(
 def start_engine(model: nn.Module, world: World) -> ZeroEngine:
     """Partition what is not partitioned yet, and make the engine; called by all ranks together.
 
-    A first forward may run in inference mode, whose tensors could never be trained.
+    Inference mode is off here: a first forward may run in it, and parameters made in it could never be trained.
     """
     named_blocks(model, world.config.units)  # raises before anything is changed
     if world.num_ranks > 1:
@@ -94,9 +94,9 @@ def start_engine(model: nn.Module, world: World) -> ZeroEngine:
 
 
 class LateEngine:
-    """Forward pre-hook of a partitioned model without an engine: makes one at the first forward.
+    """Forward pre-hook of a partitioned model without an engine; makes one at the first forward.
 
-    So adapters, a resized embedding or a new head may still be added after a model is loaded.
+    Until then, adapters, a resized embedding or a new head can still be added to a loaded model.
     """
 
     def __init__(self, world: World, made_in: Mapping[str, torch.dtype] | None = None, load_handle: Any = None) -> None:
@@ -106,7 +106,7 @@ class LateEngine:
         self._is_done = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Make the engine, and let it see this call, for which its own hooks come too late."""
+        """Make the engine, and let it see this call, since its own hooks come too late for it."""
         if self._is_done or engine_of(module) is not None:
             return None
         if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
@@ -134,7 +134,7 @@ def _is_late(model: nn.Module) -> bool:
 
 
 def attach_late(model: nn.Module, world: World) -> None:
-    """Let a model, partitioned while it was made, get its engine at its first forward."""
+    """Make a model that was partitioned while it was made get its engine at its first forward."""
     world.models.add(model)
     for param in model.parameters():
         if isinstance(param, DTensor):
@@ -145,7 +145,7 @@ def attach_late(model: nn.Module, world: World) -> None:
 
 
 def mark_dirty(model: nn.Module) -> None:
-    """Say that all ranks have changed parameters by hand, with the same result: whole copies are gathered again.
+    """Declare that all ranks have changed parameters by hand, with the same result: whole copies are gathered again.
 
     Needed in stages 1 and 2 after edits between steps, outside `GatheredParameters` and `load_state_dict`.
 
@@ -160,7 +160,7 @@ def mark_dirty(model: nn.Module) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise a `PartitionError` for a model that cannot be partitioned; decided by facts that all ranks share."""
+    """Raise a `PartitionError` for a model that cannot be partitioned, judging only by facts that all ranks share."""
     name = type(model).__name__
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for wrapper in _WRAPPERS:
@@ -219,7 +219,7 @@ def _refuse_parameters_in_lists(model: nn.Module) -> None:
 
 
 def agree_on_model(model: nn.Module, world: World) -> None:
-    """Raise a `PartitionError` on every rank if the ranks' models have other parameters."""
+    """Raise a `PartitionError` on every rank if the ranks' models have different parameters."""
     if world.collectives is None:
         return
     found = find_parameters(model)
@@ -241,7 +241,7 @@ def agree_on_model(model: nn.Module, world: World) -> None:
 
 
 def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
-    """Give every plain parameter rank 0's values and cut it; partitioned ones stay as they are.
+    """Give every plain parameter rank 0's values, and cut it; partitioned ones stay as they are.
 
     Returns:
         The parameters that were replaced, with their names.
@@ -277,7 +277,7 @@ def partition_one(found: Found, world: World) -> None:
 
 
 def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
-    """Give trainable parameters that are partitioned already the dtype that the optimizer is to update, one at a time.
+    """Cast trainable parameters that are already partitioned to the dtype that the optimizer updates, one at a time.
 
     Returns:
         The parameters that were replaced, with their names.
@@ -304,7 +304,7 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
 
 
 def _world_at_rest(model: nn.Module) -> World | None:
-    """The ranks that a model without an engine was partitioned over as it was made."""
+    """The ranks over which a model without an engine was partitioned when it was made."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             for late in (hook, getattr(hook, "copied_as", None)):

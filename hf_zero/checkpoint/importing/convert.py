@@ -62,7 +62,7 @@ def import_deepspeed(folder: Path, out: Path, allow_pickle: bool) -> Path:
 def import_dcp(folder: Path, out: Path, allow_pickle: bool) -> Path:
     """Turn a folder of torch.distributed.checkpoint, with a model and its optimizer, into one of our checkpoints.
 
-    Weights keep the dtype that they have there. Without an optimizer in it, weights alone are imported, and a warning says so.
+    Weights keep the dtype that they have there. If it has no optimizer, only weights are imported, and a warning says so.
 
     Args:
         folder: with `.metadata`, or with `pytorch_model_fsdp_0` and `optimizer_0`.
@@ -85,7 +85,7 @@ def _refuse(out: Path) -> None:
 
 
 class _OneByOne(Mapping[str, Source]):
-    """Sources that are read when they are asked for; the last one is kept, for several pieces of one parameter."""
+    """Sources that are read on request; the last one is kept, since a parameter may have several pieces."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
         self._tensors = tensors
@@ -93,7 +93,7 @@ class _OneByOne(Mapping[str, Source]):
 
     def __getitem__(self, name: str) -> Source:
         if self._last is None or self._last[0] != name:
-            self._last = None  # its memory goes before the next one comes
+            self._last = None  # frees its memory before the next one is read
             lazy = self._tensors[name]
             self._last = name, Source(lazy.read(), RowLayout(lazy.shape, 1))
         return self._last[1]
@@ -135,7 +135,7 @@ def _plain_plan(name: str, tensors: Mapping[str, LazyTensor]) -> Plan:
 
 
 def _weights_plan(state: ForeignState, folder: Path) -> Plan:
-    """The files that `save_pretrained` would write, where the folder says of which model; else one file, names as they are."""
+    """The files that `save_pretrained` would write, if the folder names the model; else one file with the names as they are."""
     for source in state.folders:
         if (source / "config.json").is_file():
             try:
@@ -144,7 +144,7 @@ def _weights_plan(state: ForeignState, folder: Path) -> Plan:
                 plan = plan_model(model, folder, dtypes.pop() if len(dtypes) == 1 else None)
                 _check_fits(plan, model, state)
                 return plan
-            except Exception as error:  # transformers raises all kinds for a configuration that it does not know
+            except Exception as error:  # transformers raises all kinds of errors for an unknown configuration
                 logger.info("weights keep the names that they have in %s: %s", source, error)
                 index = folder / f"{WEIGHTS}.index.json"
                 disk.remove_file(index)
@@ -167,7 +167,7 @@ def _model_of(folder: Path) -> nn.Module:
 
 
 def _check_fits(plan: Plan, model: nn.Module, state: ForeignState) -> None:
-    """Every weight is in the plan, or is another name of one that is."""
+    """Raise unless every weight is in the plan, or is another name of one that is."""
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     shapes: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     by_tensor: dict[int, set[str]] = {}

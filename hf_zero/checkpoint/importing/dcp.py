@@ -1,8 +1,8 @@
 """What is where in a folder of torch.distributed.checkpoint (DCP), as FSDP's state dicts are saved.
 
-[Note: DCP's files] `.metadata` is a plain pickle: for each entry its shape, and for each chunk of it a file, an offset and
-a length; there lies what `torch.save` writes for that chunk alone. `planner_data` has the path of each entry through the
-nested dictionaries that were saved: `(..., name)` for weights; `(..., "state", name, key)` and
+[Note: DCP's files] `.metadata` is a plain pickle. It has the shape of each entry and, for each chunk of the entry, a file, an
+offset and a length. Those bytes are what `torch.save` writes for that chunk alone. `planner_data` has the path of each entry
+through the nested dictionaries that were saved: `(..., name)` for weights; `(..., "state", name, key)` and
 `(..., "param_groups", number, option)` for an optimizer, or, flattened, `(..., "state.name.key")` and
 `(..., "param_groups.name.option")`. (torch/distributed/checkpoint/filesystem.py, metadata.py, state_dict.py, of 2.13.)
 """
@@ -134,7 +134,7 @@ class _Entry:
         return isinstance(self._info, dcp.TensorStorageMetadata)
 
     def lazy(self) -> LazyTensor:
-        """The tensor, of which all chunks are there."""
+        """The tensor, to be read later; raises now if any of its chunks is missing."""
         info = self._info
         shape, dtype = tuple(info.size), info.properties.dtype
         if sum(math.prod(chunk.sizes) for chunk in info.chunks) != math.prod(shape):
@@ -213,7 +213,7 @@ def _open(path: Path, allow_pickle: bool) -> _Folder:
         if not allow_pickle:
             raise needs_pickle(file, str(error)) from error
         metadata = run_plain_pickle(file)
-    except Exception as error:  # bytes that are no pickle make it raise anything
+    except Exception as error:  # bytes that are not a pickle can make it raise anything
         raise CheckpointError(f"{file} is damaged: {error!r}") from error
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError(f"{file} is not the metadata of a DCP checkpoint, or of an unknown version of it")
@@ -269,7 +269,7 @@ def _add_optimizer(state: ForeignState, folder: Path, entries: list[_Entry]) -> 
 
 
 def _put(group: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Lists with tensors in them were saved entry by entry."""
+    """Set an option of a group; lists with tensors in them were saved entry by entry."""
     if len(path) == 1:
         group[path[0]] = value
     else:
@@ -288,7 +288,7 @@ def _add_state(state: ForeignState, name: str, key: str, entry: _Entry) -> None:
 
 
 def _regrouped(flat: dict[str, dict[str, Any]]) -> list[Group]:
-    """Groups from options of single parameters: those with the same options, in the order of the file."""
+    """Groups made from the options of single parameters: those with the same options, in the order of the file."""
     found: dict[str, Group] = {}
     for name, options in flat.items():
         kept = options_of(options, f"the options of {name}")
@@ -297,7 +297,7 @@ def _regrouped(flat: dict[str, dict[str, Any]]) -> list[Group]:
 
 
 def _step(state: ForeignState, folder: Path) -> int:
-    """Steps by the Trainer's count, else by the optimizer's."""
+    """Steps by the Trainer's count, or else by the optimizer's."""
     try:
         return int(json.loads((folder / "trainer_state.json").read_text())["global_step"])
     except FileNotFoundError:

@@ -1,11 +1,11 @@
 """What is where in the files of a DeepSpeed ZeRO checkpoint, stages 1 to 3.
 
 [Note: DeepSpeed's files] Every rank writes `zero_pp_rank_R_mp_rank_00_optim_states.pt`: its part of flat fp32 buffers and
-of their Adam states, without names. The names, shapes and order are `param_shapes` in the files of model states.
-Stages 1 and 2: a flat buffer for each group, its parameters one after the other, padded at the end to a multiple of
-`2 * world_size` and cut into equal parts; masters are stored without the padding, states may have it. Stage 3: a flat
-buffer for each sub-group; every parameter is cut into `ceil(numel / world_size)` elements a rank, the last ones padded.
-What is not trained is in the model states, in the dtype of computation. (deepspeed/utils/zero_to_fp32.py,
+of their Adam states, without names. Names, shapes and order are in `param_shapes` in the files of model states.
+Stages 1 and 2 have one flat buffer for each group: its parameters one after another, padded at the end to a multiple of
+`2 * world_size` and cut into equal parts. Masters are stored without the padding; states may have it. Stage 3 has one flat
+buffer for each sub-group; every parameter is cut into `ceil(numel / world_size)` elements per rank, the last ones padded.
+What is not trained is in the model states, in the compute dtype. (deepspeed/utils/zero_to_fp32.py,
 runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py, of 0.19.)
 """
 
@@ -31,7 +31,7 @@ _FLAT, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 
 
 class _Stage(IntEnum):
-    """Stands for DeepSpeed's enumeration; pickles hold values or names of its members."""
+    """Stands in for DeepSpeed's enumeration; pickles hold values or names of its members."""
 
     disabled = 0
     optimizer_states = 1
@@ -44,7 +44,7 @@ _ENUMS = {"deepspeed.runtime.zero.config.ZeroStageEnum": _Stage}
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a parameter lies in the flat buffers of a group: rank and interval of its part, in the parameter's order."""
+    """Where a parameter lies in the flat buffers of a group: rank and interval of each part, in the parameter's order."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class _Rank:
     @property
     def stage(self) -> int:
         if "zero_stage" not in self.content and _FLAT in self.content:
-            return 1  # of the optimizer for bf16, which does not say it
+            return 1  # written by the optimizer for bf16, which does not name its stage
         stage = self.content.get("zero_stage")
         if stage is None or int(stage) not in (1, 2, 3):
             raise CheckpointError(f"{self.path} is of ZeRO stage {stage}; stages 1, 2 and 3 can be imported")
@@ -97,8 +97,8 @@ def read_deepspeed(folder: Path, allow_pickle: bool) -> ForeignState:
     """Find everything in a DeepSpeed checkpoint; tensors stay in their files.
 
     Args:
-        folder: `global_stepN`, or one that has it and `latest`, as a Trainer's `checkpoint-N` does.
-        allow_pickle: see `load_pickle`; classes of DeepSpeed itself never need it, nor its package.
+        folder: `global_stepN`, or one that holds it and `latest`, as a Trainer's `checkpoint-N` does.
+        allow_pickle: see `load_pickle`; DeepSpeed's own classes need neither this nor its package.
 
     Raises:
         CheckpointError: a file is missing, damaged, or does not fit the others.
@@ -129,7 +129,7 @@ def read_deepspeed(folder: Path, allow_pickle: bool) -> ForeignState:
 
 
 def _locate(folder: Path) -> tuple[Path, list[Path]]:
-    """The folder with the ranks' files, and those with small files."""
+    """The folder with the ranks' files, and the folders with small files."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     if any(folder.glob("*_optim_states.pt")) or any(folder.glob("*_model_states.pt")):
@@ -310,7 +310,7 @@ def _slots_cut_together(shapes: Mapping[str, Any], paddings: Sequence[int], size
 
 
 def _paddings(rank: _Rank, index: int, count: int) -> Sequence[int]:
-    """Elements after each parameter, of the versions that align them."""
+    """Padding elements after each parameter, from the versions that align parameters."""
     paddings = rank.content.get("param_alignment_paddings")
     found: Sequence[int] = [0] * count if paddings is None else paddings[index]
     if len(found) != count:
@@ -342,7 +342,7 @@ def _lazy(slot: _Slot, flats: Sequence[Tensor]) -> LazyTensor:
 
 
 def _add_others(state: ForeignState, models: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Frozen parameters and buffers; floating-point ones become as wide as the masters."""
+    """Frozen parameters and buffers; floating-point ones are widened to the masters' dtype."""
     first = models[0]
     aliases = first.get("shared_params") or {}
     shapes = first.get("frozen_param_shapes") or {}

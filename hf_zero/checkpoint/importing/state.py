@@ -1,4 +1,4 @@
-"""A training state that another library has saved, whichever it was: what an import writes; and reading pickles with care."""
+"""A training state that any other library has saved, as an import writes it; and a way to read pickles with care."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_zero.checkpoint.optimizer_state import SCALAR
 from hf_zero.errors import CheckpointError
 
-# How a step is computed, on the machine that saved: the optimizer that goes on decides for itself.
+# How a step was computed on the machine that saved; the optimizer that continues decides this for itself.
 _NOT_OPTIONS = {"params", "param_names", "step", "name", "foreach", "fused", "capturable", "differentiable"}
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _ZIP = b"PK\x03\x04"
@@ -24,7 +24,7 @@ _ZIP = b"PK\x03\x04"
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A whole tensor that is read when it is wanted."""
+    """A whole tensor that is read on request."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,15 +45,15 @@ class ForeignState:
 
     Attributes:
         origin: what wrote it, in words.
-        folders: where small files lie; the first that has one counts.
+        folders: where small files are; the first folder that has a file counts.
         step: optimizer steps done.
         world_size: ranks that wrote it.
         stage: of ZeRO, or what comes closest.
-        weights: by name in the model's state dict; a tied one once, where the source says what is tied.
+        weights: by name in the model's state dict; a tied one only once, if the source says what is tied.
         states: parameter -> state -> tensor of the parameter's shape.
         numbers: parameter -> state -> number, in the form of `optimizer.json`.
-        groups: of the optimizer; None where there is none.
-        scheduler: its state, where it is not in a file of its own.
+        groups: of the optimizer; None if there is none.
+        scheduler: its state, if it is not in a file of its own.
     """
 
     origin: str
@@ -99,7 +99,7 @@ class ForeignState:
         """The class of torch.optim whose states these are.
 
         Raises:
-            CheckpointError: it is none that can be imported.
+            CheckpointError: it is not one that can be imported.
         """
         keys = {key for states in self.states.values() for key in states}
         options = self.groups[0].options if self.groups else {}
@@ -141,7 +141,7 @@ def options_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
     """The options of a group that say what is computed, in the form of `optimizer.json`.
 
     Raises:
-        CheckpointError: torch's optimizers cannot compute that.
+        CheckpointError: torch's optimizers cannot compute this.
     """
     if not group.get("bias_correction", True):
         raise CheckpointError(f"{what} has bias_correction=False, which torch's Adam does not know")
@@ -150,7 +150,7 @@ def options_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 class _Inert:
-    """Stands for an object of a library's class that an import does not look at; none of its code runs."""
+    """Stands in for an object of a library's class that an import does not look at; none of its code runs."""
 
     def __init__(self, *args: Any) -> None:
         """Keep nothing."""
@@ -160,7 +160,7 @@ class _Inert:
 
 
 def member_of(kind: Any, name: str) -> Any:
-    """Stands for `getattr` in a pickle, which Python 3.11.0 to 3.11.3 use for members of enumerations, and for nothing else.
+    """Stands in for `getattr` in a pickle, only for members of enumerations, which Python 3.11.0 to 3.11.3 pickle that way.
 
     Raises:
         UnpicklingError: it is used for something else.
@@ -175,13 +175,13 @@ def member_of(kind: Any, name: str) -> Any:
 def load_pickle(
     path: Path, allow_pickle: bool, inert: str = "", enums: Mapping[str, type[Enum]] = MappingProxyType({})
 ) -> Any:
-    """Read what `torch.save` wrote, without running code from it where that is possible; tensors stay in the file.
+    """Read what `torch.save` wrote, if possible without running code from it; tensors stay in the file.
 
     Args:
         path: of the file.
         allow_pickle: run its code if there is no other way.
-        inert: objects of classes whose full names begin so are replaced by empty ones.
-        enums: full names of enumerations among them that count -> what stands for them.
+        inert: objects of classes whose full names begin with this are replaced by empty ones.
+        enums: full names of those enumerations among them that matter -> what stands in for them.
 
     Raises:
         CheckpointError: it is missing, damaged, or needs `allow_pickle`.
@@ -226,7 +226,7 @@ def _run_pickle(path: Path, load: Callable[[], Any]) -> Any:
 
 
 def run_plain_pickle(path: Path) -> Any:
-    """Read a pickle that is not torch's, with all that it does; only with the user's word.
+    """Read a pickle that is not torch's, running any code in it; only with the user's consent.
 
     Raises:
         CheckpointError: it is damaged, or needs a class that is not installed.

@@ -1,10 +1,10 @@
 """What the ranks of a host show each other in shared memory: how far they are, and where their data lies.
 
-[Note: lanes] Every rank has a board that only it writes and all read. A *lane* is the part for one kind of exchange, in
-which all ranks keep one order. To post an exchange is to write a label and some numbers into the lane's next slot (of a
-long message, its address), and then to raise the lane's count; who waits for a peer waits for that count. A second count
-tells how many exchanges of its peers a rank has finished reading: what the numbers point at may be overwritten or freed
-when all of them have. Boards outlive the process that writes them, as long as a peer has them mapped.
+[Note: lanes] Every rank has a board that only it writes and all ranks read. A *lane* is the part for one kind of exchange;
+within a lane, all ranks keep the same order. To post an exchange, a rank writes a label and some numbers (or the address of
+a long message) into the lane's next slot, then raises the lane's count. To wait for a peer is to wait for that count. A
+second count tells how many exchanges of its peers a rank has finished reading: once all peers have read, what the numbers
+point at may be overwritten or freed. A board outlives the process that writes it, as long as a peer has it mapped.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_zero.errors import CollectiveError
 
 LANES = ("gather", "reduce_scatter", "agreement", "write")
 _SLOTS = 256
-_POSTED, _READ, _RING = 0, 8, 16  # words of a lane; the counts on cache lines of their own
+_POSTED, _READ, _RING = 0, 8, 16  # word offsets in a lane; each count has its own cache line
 _LABEL_WORDS = 12
 _SLOT_WORDS = 64  # the length of the message, then the message, or its address
 _LANE_WORDS = _RING + _SLOT_WORDS * _SLOTS
-_TOKEN_WORDS = 8  # the first one of a board tells that it is the right one
+_TOKEN_WORDS = 8  # the first word of a board tells that it is the right one
 BOARD_BYTES = 8 * (_TOKEN_WORDS + len(LANES) * _LANE_WORDS)
 _YIELDS = 50
 _LONGEST_SLEEP_S = 1e-3
@@ -51,7 +51,7 @@ class Peer:
     handle: int
 
     def is_alive(self) -> bool:
-        """Whether its process runs; a zombie does not."""
+        """Whether its process is running; a zombie is not."""
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
         return not poll.poll(0)
@@ -59,14 +59,14 @@ class Peer:
 
 @dataclass(eq=False)
 class Posted:
-    """An exchange that this rank has posted and not finished.
+    """An exchange that this rank has posted and that not all peers have read.
 
     Attributes:
         number: in its lane, from 1.
         message: the label and the numbers, which peers read.
         description: for errors.
-        finish: called with the peers' numbers, by peer, once all have posted; reads what they point at.
-        keep: what the peers may read.
+        finish: called with the peers' numbers, by peer, once all have posted; reads what the numbers point at.
+        keep: kept alive because the peers may read it.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Lane:
         self._peers = [(peer, peer.words[start : start + _LANE_WORDS]) for peer in peers]
         self._count = 0
         self._pending: deque[Posted] = deque()
-        self._unread: deque[Posted] = deque()  # finished here, but not read by all peers yet
+        self._unread: deque[Posted] = deque()  # finished here, but not yet read by all peers
 
     def post(
         self,
@@ -104,8 +104,9 @@ class Lane:
         finish: Callable[[dict[int, array[int]]], None],
         keep: object = None,
     ) -> Posted:
-        """Show the peers `numbers`, and remember what to do when they have shown theirs."""
+        """Show the peers `numbers`, and remember what to do once they have shown theirs."""
         self.advance()
+        # The slot is about to be reused. Advance while waiting for its readers: they may be waiting for this rank here too.
         if self._count >= _SLOTS:
             self._wait(_READ, self._count + 1 - _SLOTS, description, timeout_s, self.advance)
         num_bytes = 8 * _LABEL_WORDS
@@ -117,7 +118,7 @@ class Lane:
         self._own[slot] = len(message)
         shown = message if is_short(len(numbers)) else array("q", message.buffer_info()[:1])
         self._own[slot + 1 : slot + 1 + len(shown)] = memoryview(shown)
-        self._own[_POSTED] = self._count  # last: from here on the peers read
+        self._own[_POSTED] = self._count  # last: from here on the peers may read the slot
         posted = Posted(self._count, message, description, finish, keep)
         self._pending.append(posted)
         return posted
@@ -130,7 +131,7 @@ class Lane:
             self._unread.popleft()
 
     def complete(self, posted: Posted, timeout_s: float) -> None:
-        """Wait for the peers' part of an exchange, and of those before it, and finish them.
+        """Wait for the peers' part of an exchange and of all earlier ones, and finish them.
 
         Raises:
             CollectiveError: a peer is gone, late, or at another exchange.
@@ -140,7 +141,7 @@ class Lane:
             self._finish()
 
     def settle(self, description: str, timeout_s: float) -> None:
-        """Wait until the peers have read all that was finished here."""
+        """Wait until the peers have read everything that was finished here."""
         if self._unread:
             self._wait(_READ, self._unread[-1].number, description, timeout_s)
             self._unread.clear()
@@ -157,7 +158,7 @@ class Lane:
         except host_memory.PeerMemoryError as error:
             raise named(error, posted.description, self._lost(), 0.0) from error
         self._own[_READ] = posted.number
-        posted.finish = _nothing
+        posted.finish = _nothing  # frees what it refers to; only `keep` has to stay until the peers have read
         self._unread.append(posted)
 
     def _check(self, peer: Peer, message: array[int], posted: Posted) -> None:
@@ -175,7 +176,7 @@ class Lane:
     def _wait(
         self, word: int, count: int, description: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Wait until `word` of every peer's lane has come to `count`."""
+        """Wait until `word` of every peer's lane has reached `count`."""
         deadline = time.monotonic() + timeout_s
         for peer, words in self._peers:
             pause = _Pause()
@@ -193,7 +194,7 @@ class Lane:
 
 @dataclass
 class _Pause:
-    """Gives way to other processes, then sleeps longer and longer: a peer on the same core must be able to catch up."""
+    """Yields to other processes, then sleeps longer and longer, so that a peer on the same core can catch up."""
 
     count: int = 0
     sleep_s: float = field(default=20e-6)
@@ -212,7 +213,7 @@ class _Pause:
 
 
 def is_short(count: int) -> bool:
-    """Whether a message of `count` numbers fits into the board, so that peers can read it even when this process is gone."""
+    """Whether a message of `count` numbers fits into the board, so that peers can read it even after this process is gone."""
     return _LABEL_WORDS + count < _SLOT_WORDS
 
 
@@ -248,7 +249,7 @@ class Board:
         peers: pid and mapped board of every other rank.
 
     Raises:
-        OSError: this kernel cannot tell whether a process lives.
+        OSError: this kernel cannot tell whether a process is alive.
     """
 
     def __init__(self, rank: int, own: mmap.mmap, peers: dict[int, tuple[int, mmap.mmap]]) -> None:

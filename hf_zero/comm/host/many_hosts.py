@@ -1,8 +1,8 @@
-"""Exchanges between several hosts: inside each through its memory, between them over the network.
+"""Exchanges across several hosts: through memory inside each host, over the network between hosts.
 
-[Note: several hosts] Every host has the same number of ranks; the k-th ranks of all hosts are a *column*, within which bytes
-pass over the network. Each rank fetches its column's rows into the memory of its host, so that a row comes to a host once.
-Gradients are added up inside each host first, so that the network carries sums. A host keeps whole parameters in every stage,
+[Note: several hosts] Every host has the same number of ranks. The k-th ranks of all hosts form a *column*, within which bytes
+cross the network. Each rank fetches its column's rows into the memory of its host, so that each row reaches a host once.
+Gradients are first added up inside each host, so that the network carries sums. A host keeps whole parameters in every stage,
 as the secondary partition of ZeRO++ (arXiv:2306.10209) does.
 """
 
@@ -36,20 +36,20 @@ class _Column(PairwiseCollectives):
         return self._others
 
     def _tags(self, kind: str, unit: str, count: int) -> list[int]:
-        return super()._tags(kind, f"{unit} of a column", count)  # other ones than exchanges of all ranks have
+        return super()._tags(kind, f"{unit} of a column", count)  # never those of exchanges over all ranks
 
 
 class SeveralHostsCollectives(HostMemory):
     """Ranks of several hosts, see [Note: several hosts].
 
-    [Note: couriers] An exchange has two parts, over the network and within the host, of which the second waits for other ranks.
-    Were they waited for in `wait()`, a rank would depend on when others come to theirs, which may be never. So two threads
-    of each rank, one for gathers and one for reductions, go through the exchanges in their order as soon as they are made.
+    [Note: couriers] An exchange has two parts, one over the network and one within the host; the second waits for other ranks.
+    If `wait()` ran them, a rank would depend on when the others call theirs, which may be never. So each rank has two threads,
+    one for gathers and one for reductions, that work through the exchanges in order as soon as they are made.
 
     Args:
         board: of the ranks of this host.
-        hosts: the ranks of each host, as many on every one.
-        given: as of `Collectives`.
+        hosts: the ranks of each host, the same number on each.
+        given: as for `Collectives`.
     """
 
     def __init__(self, board: Board, hosts: Sequence[Sequence[int]], *given: Any) -> None:
@@ -58,7 +58,7 @@ class SeveralHostsCollectives(HostMemory):
         self._column = [ranks[place] for ranks in hosts]
         self._others = [rank for rank in self._column if rank != self.rank]
         network = given[:-1]
-        self._to_column = _Column(self._others, *network, Ledger())  # this class counts in its own
+        self._to_column = _Column(self._others, *network, Ledger())  # this class counts in its own ledger
         self._to_all = PairwiseCollectives(*(*network, Ledger()))
         self._gathers, self._reductions = _Courier(), _Courier()
 
@@ -91,7 +91,7 @@ class SeveralHostsCollectives(HostMemory):
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`.
 
-        A host's sums for a column take the memory of the gradients in the outputs' dtype, divided by the ranks of a host; what
+        A host's sums for a column take the memory of the gradients in the outputs' dtype, divided by the ranks per host. What
         the other hosts send takes as much again, less this rank's own rows.
         """
         description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(items))
@@ -108,7 +108,7 @@ class SeveralHostsCollectives(HostMemory):
             label = f"reduce_scatter of {unit!r}"
             lane.complete(lane.post(label, addresses, description, self.timeout_s, add_up_host, items), self.timeout_s)
             parts: list[Part] = []
-            for peer, arrival in arrivals.items():
+            for peer, arrival in arrivals.items():  # a message per dtype, a tag per item: some tags stay unused
                 for message, to_peer, tag in zip(arrival.messages, sums[peer].messages, tags, strict=False):
                     if message.numel():
                         parts.append(Part(self._receive(description, message, peer, tag), peer))
@@ -129,19 +129,19 @@ class SeveralHostsCollectives(HostMemory):
 
 
 class _Courier:
-    """A thread that does one job after the other; once one has failed, all later ones do."""
+    """A thread that does one job after another; once one has failed, all later ones fail too."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero courier")
         self._failure = ""
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Do `job` after those before it; the result is None, or the error."""
+        """Do `job` after all earlier ones; the result is None, or the error."""
         return self._thread.submit(self._do, job)
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._failure:
-            raise CollectiveError(self._failure)  # at once: each would be waited for in vain
+            raise CollectiveError(self._failure)  # at once: each of them would wait in vain
         try:
             job()
         except Exception as error:
@@ -150,11 +150,11 @@ class _Courier:
 
 
 class _Parcels:
-    """Room for the rows of one rank, in the dtypes of the outputs, a message a dtype.
+    """Room for the rows of one rank, in the dtypes of the outputs, one message per dtype.
 
     Attributes:
         messages: flat.
-        rows: of each item, in the messages.
+        rows: of each item, as views of the messages.
     """
 
     def __init__(self, items: Sequence[Rows], outputs: Sequence[Tensor], owner: int) -> None:

@@ -1,8 +1,8 @@
-"""Memory of the other processes of a host: shared with them, or read where it lies. Linux only.
+"""Memory of other processes on the host: shared with them, or read where it lies. Linux only.
 
-Shared memory is anonymous (`memfd_create`), and opened by the others through `/proc/<pid>/fd`: it takes no room in
-`/dev/shm`, has no name that could be left behind, and is gone with the last process that maps it, however that ends.
-Private memory of a peer is read by `process_vm_readv`, at the speed of a copy.
+Shared memory is anonymous (`memfd_create`); the others open it through `/proc/<pid>/fd`. It takes no room in `/dev/shm`, has
+no name that could be left behind, and is gone with the last process that maps it, however that process ends. A peer's
+private memory is read with `process_vm_readv`, at the speed of a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PR_SET_PTRACER = 0x59616D61  # of the Yama security module; see prctl(2)
 
 
 class PeerMemoryError(RuntimeError):
-    """The memory of another process cannot be had; the text says why."""
+    """Shared memory, or the memory of another process, is not available; the message says why."""
 
 
 class _Span(ctypes.Structure):
@@ -42,16 +42,16 @@ def _libc() -> ctypes.CDLL:
 
 
 def is_supported() -> bool:
-    """Whether processes of this machine can share memory in the way that this file does.
+    """Whether processes on this machine can share memory the way this file does.
 
-    On x86-64 only: what one process writes, the others see in the order of writing. Elsewhere that would need fences,
+    On x86-64, the others see what a process writes in the order in which it was written. Elsewhere that would need fences,
     which Python does not have.
     """
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
 def host_number() -> int:
-    """The same for all processes that can see each other in `/proc`, another one elsewhere: 62 bits."""
+    """A 62-bit number: the same for all processes that can see each other in `/proc`, different elsewhere."""
     facts = [socket.gethostname()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -107,7 +107,7 @@ def read(pid: int, source: int, target: int, num_bytes: int) -> None:
 
 
 def create(num_bytes: int) -> tuple[int, mmap.mmap]:
-    """Anonymous memory of zeros, with a file descriptor that peers can open; close it when they have.
+    """Anonymous memory filled with zeros, and a file descriptor for peers to open; close it once they have.
 
     Raises:
         PeerMemoryError: there is not enough memory, or none of this kind.
@@ -115,7 +115,7 @@ def create(num_bytes: int) -> tuple[int, mmap.mmap]:
     descriptor = -1
     try:
         descriptor = os.memfd_create("hf_zero", os.MFD_CLOEXEC)
-        os.posix_fallocate(descriptor, 0, num_bytes)  # now, or a later write would end the process
+        os.posix_fallocate(descriptor, 0, num_bytes)  # now: without memory, a later write would kill the process
         return descriptor, mmap.mmap(descriptor, num_bytes)
     except OSError as error:
         if descriptor >= 0:
@@ -124,7 +124,7 @@ def create(num_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def attach(pid: int, descriptor: int, num_bytes: int, writes: bool) -> mmap.mmap:
-    """Map what process `pid` has made with `create`, to read it, or to write to it as well.
+    """Map what process `pid` has made with `create`, for reading, or for writing as well.
 
     Raises:
         PeerMemoryError: it cannot be opened.

@@ -1,4 +1,4 @@
-"""Exchanges through the memory of a host: shards are read where they live, gradients where they lie."""
+"""Exchanges through the memory of a host: shards and gradients are read where they are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_zero.comm.host.board import BOARD_BYTES, Board, Lane, Posted, is_short
 from hf_zero.comm.ledger import Entry
 from hf_zero.errors import CollectiveError
 
-_PIECE_BYTES = 512 * 2**10  # summed at a time: small enough to be added from the cache that it was read into
+_PIECE_BYTES = 512 * 2**10  # summed at a time: small enough to be still in the cache when it is added
 _REASONS = (
     "",
     "it needs Linux on x86-64",
@@ -48,12 +48,12 @@ class _Shared:
 class HostMemory(Collectives):
     """What exchanges through the memory of a host have in common, whether all ranks are on it or not.
 
-    Whole parameters live once a host, where every rank's rows are its part of them. See [Note: lanes] for how the ranks of a
-    host know of each other.
+    Whole parameters exist once per host, and each rank's rows are its part of them. See [Note: lanes] for how the ranks of a
+    host follow each other's progress.
 
     Args:
         board: of the ranks of this host.
-        given: as of `Collectives`.
+        given: as for `Collectives`.
     """
 
     name = "host"
@@ -123,7 +123,7 @@ class HostMemory(Collectives):
 
     def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
         """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of the tensors of this host's ranks."""
-        if not self._scratch:
+        if not self._scratch:  # two buffers, because the first two terms may both be peers'
             self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
         terms = []
         for place, rank in enumerate(self._mates):
@@ -143,8 +143,8 @@ class HostMemory(Collectives):
 class HostCollectives(HostMemory):
     """Ranks that are all on one host.
 
-    A gather moves nothing, and only waits until every owner has come to it. A reduce-scatter reads the peers' gradients where
-    autograd wrote them, a piece at a time, and adds them in rank order.
+    A gather of shared memory moves nothing; it only waits until every owner has posted it. A reduce-scatter reads the peers'
+    gradients where autograd wrote them, a piece at a time, and adds them in rank order.
     """
 
     sends_rows_as_given = True
@@ -211,7 +211,7 @@ class HostCollectives(HostMemory):
 
 
 class _HostExchange(Exchange):
-    """An exchange that is done when this rank has read what it needs, and, if asked for, its peers as well."""
+    """An exchange that is done once this rank has read what it needs and, if requested, its peers have too."""
 
     def __init__(
         self, lane: Lane, posted: Posted, description: str, timeout_s: float, entry: Entry, waits_for_readers: bool
@@ -233,13 +233,13 @@ class _HostExchange(Exchange):
 
 
 def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
-    """Map the boards of all ranks of this host; or why that cannot be had, the same on every rank.
+    """Map the boards of all ranks of this host, or say why that is impossible; the result is the same on every rank.
 
     Args:
         meeting: the same ranks, over the network.
 
     Returns:
-        The board, and the ranks of each host, as many on every one.
+        The board, and the ranks of each host, the same number on each; or the reason.
     """
     code = 0 if host_memory.is_supported() else 1
     if meeting.device.type != "cpu":
@@ -301,13 +301,13 @@ def _count_readers(change: int) -> None:
 
 
 def _shape_problem(hosts: list[list[int]]) -> int:
-    """0 if every host has the same number of ranks, and more than one, else an index of `_REASONS`."""
+    """0 if every host has the same number of ranks, and more than one; otherwise an index into `_REASONS`."""
     sizes = {len(ranks) for ranks in hosts}
     return 7 if len(sizes) > 1 else 6 if sizes == {1} else 0
 
 
 def _probe(pid: int, address: int, expected: int) -> int:
-    """0 if a number at `address` of process `pid` can be read, else why not, as an index of `_REASONS`."""
+    """0 if a number at `address` of process `pid` can be read; otherwise why not, as an index into `_REASONS`."""
     seen = array("q", [0])
     try:
         host_memory.read(pid, address, seen.buffer_info()[0], 8)

@@ -2,5 +2,5 @@
 
 - `accelerator`: `ZeroPlugin` and `ZeroAccelerator`.
 - `checkpoint`: `save_state` and `load_state`.
-- `data_order`: going on within an epoch with the same order of samples.
+- `data_order`: continuing within an epoch with the same order of samples.
 """

@@ -51,8 +51,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `no_sync`, `unwrap_model`, `get_state_dict` and `save_model`
     work as under DDP; the last two are called by all ranks, and give whole weights. `save_state` and `load_state` write
-    and read checkpoints for any number of ranks and any stage. A model without trainable parameters is left alone. On a
-    machine without an accelerator it runs on the CPU.
+    and read checkpoints for any number of ranks and any stage. A model without trainable parameters is left alone.
+    Without an accelerator device, everything runs on the CPU.
 
     Args:
         *args: as for `Accelerator`.
@@ -79,13 +79,13 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if self.mixed_precision == "bf16" and config.compute_dtype == "auto":
             config = config.replace(compute_dtype="bfloat16")
         self._zero_config = config
-        self._resumed: list[Any] = []  # loaders whose epoch, in which a state was saved, is not yet continued
+        self._resumed: list[Any] = []  # loaders that have yet to continue the epoch in which the state was saved
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Partition the models among `args`, let their optimizers hold the partitioned parameters, prepare the rest.
+        """Partition the models among `args`, rebind their optimizers to the partitioned parameters, and prepare the rest.
 
         Raises:
-            PartitionError: an optimizer holds parameters of no model that was prepared.
+            PartitionError: an optimizer holds parameters that belong to no prepared model.
         """
         for item in args:
             if isinstance(item, nn.Module):
@@ -102,7 +102,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self._partition(model)
         for optimizer in self._optimizers:
             self._rebind(optimizer)
-        # `evaluation_mode` is accelerate's way not to wrap a model in DDP, which refuses frozen ones on the CPU.
+        # With `evaluation_mode`, accelerate does not wrap a model in DDP, which refuses frozen models on the CPU.
         if engine_of(model) is not None:
             device_placement, evaluation_mode = False, True
         elif not any(param.requires_grad for param in model.parameters()):
@@ -111,7 +111,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Let the optimizer hold the partitioned parameters of the models prepared so far."""
+        """Rebind the optimizer to the partitioned parameters of the models prepared so far."""
         self._rebind(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
@@ -125,7 +125,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             rebind_optimizer(getattr(optimizer, "optimizer", optimizer), engine)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of a forgotten or foreign model would train nothing, without a word."""
+        """Raise for an optimizer of a forgotten or foreign model, which would silently train nothing."""
         known = {id(param) for engine in live_engines() for param in _params_held_by(engine.model)}
         known |= {id(param) for model in self._models for param in model.parameters()}
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -166,7 +166,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         Args:
             output_dir: the folder; an older checkpoint of this name is replaced. Unused with automatic naming.
             safe_serialization: must be true.
-            **options: `max_shard_size` of files of weights.
+            **options: `max_shard_size` of the weight files.
 
         Returns:
             The folder, which is there once it is whole.
@@ -218,7 +218,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self._resumed = list(self._dataloaders)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The rest of an epoch; of the one in which a state was saved, if it is called after `load_state`."""
+        """The rest of an epoch; after `load_state`, the rest of the epoch in which the state was saved."""
         rest = super().skip_first_batches(dataloader, num_batches)
         if any(dataloader is each for each in self._resumed):
             self._resumed = [each for each in self._resumed if each is not dataloader]
@@ -227,7 +227,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def use_cpu_without_accelerator() -> None:
-    """Tell accelerate to use the CPU where there is nothing else: else every process is, silently, a world of its own."""
+    """Tell accelerate to use the CPU if there is nothing else; otherwise each process is silently a world of its own."""
     if not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 

@@ -1,6 +1,6 @@
-"""`save_state` and `load_state` of `ZeroAccelerator`: accelerate's names and small files, committed at once, on any ranks.
+"""`save_state` and `load_state` of `ZeroAccelerator`: accelerate's names and files, committed at once, for any world size.
 
-Schedulers, stateful loaders, scaler and random states are accelerate's own files, registered objects too. Weights and
+Schedulers, stateful loaders, scaler, random states and registered objects are in accelerate's own files. Weights and
 optimizer states are safetensors that all ranks write and read together, each its rows; a manifest describes everything.
 """
 
@@ -55,7 +55,7 @@ def world_of_accelerator(accelerator: Any) -> World | None:
 
 
 def _models(accelerator: Any) -> list[nn.Module]:
-    """The prepared models, out of torch.compile's wrapper."""
+    """The prepared models, without torch.compile's wrapper."""
     return [getattr(model, "_orig_mod", model) for model in accelerator._models]
 
 
@@ -65,7 +65,7 @@ def _numbered(name: str, index: int) -> str:
 
 
 def _together(world: World, what: str, work: Callable[[], Result]) -> Result:
-    """What `work()` gives on this rank; what goes wrong on any, in other people's code too, is an error on all of them."""
+    """What `work()` returns on this rank; an error on any rank, in other people's code too, becomes an error on all ranks."""
     result, problem = None, None
     try:
         result = work()
@@ -78,7 +78,7 @@ def _together(world: World, what: str, work: Callable[[], Result]) -> Result:
 
 
 def _from_first(world: World, what: str, work: Callable[[], Result]) -> Result:
-    """What `work()` gives on rank 0, on all ranks, or its error."""
+    """What `work()` returns on rank 0, or its error, on all ranks."""
     result = _together(world, what, lambda: work() if world.rank == 0 else None)
     return cast(Result, world.share(result, what))
 
@@ -101,7 +101,7 @@ def _number(path: Path) -> int | None:
 
 
 def _check_place(final: Path, is_named_here: bool) -> None:
-    """Raise unless `final` may be written, and its present content be replaced."""
+    """Raise unless `final` may be written, and its present content may be replaced."""
     if not os.path.lexists(final):
         return
     if is_named_here:
@@ -132,13 +132,13 @@ def remove_old(newest: Path, limit: int) -> None:
         limit: how many stay, at least one.
     """
     parent = newest.parent
-    for path in parent.glob(".checkpoint_*.removed"):  # of a process that ended here
+    for path in parent.glob(".checkpoint_*.removed"):  # left by a process that ended here
         disk.remove_tree(path)
     ours = [(n, path) for path in parent.iterdir() if (n := _number(path)) is not None and (path / MANIFEST).is_file()]
     removable = [path for _, path in sorted(ours) if path.name != newest.name]
     for path in removable[: max(len(ours) - max(limit, 1), 0)]:
         gone = parent / f".{path.name}.removed"
-        disk.rename(path, gone)  # at once: half of a checkpoint would be called damaged
+        disk.rename(path, gone)  # in one step: half a checkpoint would be reported as damaged
         disk.remove_tree(gone)
 
 
@@ -150,8 +150,8 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
 
     Args:
         accelerator: has at least one partitioned model.
-        output_dir: the folder, of which an older checkpoint is replaced; unused with automatic naming, as in accelerate.
-        max_shard_size: of the first model's files of weights, as for `save_pretrained`.
+        output_dir: the folder; an older checkpoint in it is replaced. Unused with automatic naming, as in accelerate.
+        max_shard_size: of the first model's weight files, as for `save_pretrained`.
 
     Returns:
         The folder.
@@ -194,7 +194,7 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
 
 
 def _after_save_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.Module]:
-    """Run the user's pre-hooks; the models whose weights they left in the list on rank 0, where accelerate would save."""
+    """Run the user's pre-hooks; returns the models whose weights they left in the list on rank 0, where accelerate saves."""
     models = _models(accelerator)
     hooks = accelerator._save_model_state_pre_hook
     if not hooks:
@@ -248,7 +248,7 @@ def _write_small_files(accelerator: Any, folder: Path, world: World) -> None:
 
 
 def _refuse_partitioned(state: Any, what: str) -> None:
-    """A pickle of rank 0 would have rank 0's rows."""
+    """Raise if a state has a partitioned tensor: the pickle that rank 0 writes would have only rank 0's rows."""
     if isinstance(state, DTensor):
         raise CheckpointError(
             f"the registered {what} has a partitioned tensor in its state_dict(): let it give whole tensors, or prepare it "
@@ -262,9 +262,9 @@ def _refuse_partitioned(state: Any, what: str) -> None:
 
 
 def _plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[str, Any]) -> Plan:
-    """What is written of a model: of the first one what `save_pretrained` writes, if that leaves nothing out.
+    """What is written of a model: for the first one, what `save_pretrained` writes, if that leaves nothing out.
 
-    Others, and one with adapters, are one file with their state dict. `folder` gets the small files.
+    Other models, and one with adapters, become one file with their state dict. `folder` gets the small files.
     """
     if index == 0 and not hasattr(model, "peft_config"):
         with contextlib.suppress(NotMovedError):
@@ -276,7 +276,7 @@ def _plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[s
 
 
 def _plan_state_dict(model: nn.Module, index: int) -> Plan:
-    """One file with a state dict under its own names; a tied tensor under the first of them."""
+    """One file with a state dict under its own names; a tied tensor is stored under its first name."""
     seen: dict[int, TensorInfo] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
@@ -292,7 +292,7 @@ def _weights_name(index: int) -> str:
 
 
 def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World) -> int:
-    """Write the optimizers' states; the number of steps that they have done."""
+    """Write the optimizers' states; returns the number of steps that they have done."""
 
     def capture_all() -> list[tuple[Plan, dict[str, Source], dict[str, Any]]]:
         numbered = enumerate(accelerator._optimizers)
@@ -307,7 +307,7 @@ def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World) 
 
 
 def _steps_in(content: Mapping[str, Any]) -> int:
-    """The steps that an optimizer has counted; 0 where it does not."""
+    """The steps that an optimizer has counted; 0 if it does not count them."""
     steps = (numbers.get("step", 0) for numbers in content["numbers"].values())
     return max((int(step["scalar"] if isinstance(step, dict) else step) for step in steps), default=0)
 
@@ -327,7 +327,7 @@ def _names_for(optimizer: Any, accelerator: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What has been found whole and fitting, before anything is changed."""
+    """What has been found to be whole and to fit, before anything is changed."""
 
     optimizers: list[LoadedState]
     custom: list[Any]
@@ -360,7 +360,7 @@ def load_state(
     models = _after_load_hooks(accelerator, folder, world)
     plans = _from_first(world, what, lambda: [_plan_reading(model, i, folder) for i, model in enumerate(models)])
 
-    # From here on things are changed; parameters last but for objects of the user, which may need them.
+    # State changes from here on. Parameters come last, except for the user's objects, which may need them.
     _together(world, what, lambda: _load_small_files(accelerator, folder, checked, kwargs))
     if world.rank == 0 and manifest.world_size != world.num_ranks:
         logger.info(
@@ -412,7 +412,7 @@ def _folder_to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None, 
 def _check_files(
     accelerator: Any, folder: Path, manifest: Manifest, kwargs: Mapping[str, Any], allow_pickle: bool
 ) -> _Checked:
-    """Everything but the weights: is it there, can it be read, does it fit?"""
+    """Check everything but the weights: is it there, can it be read, does it fit?"""
     optimizers = [
         LoadedState(folder, _numbered(_OPTIMIZER, index), optimizer, _names_for(optimizer, accelerator))
         for index, optimizer in enumerate(accelerator._optimizers)
@@ -449,7 +449,7 @@ def _read_small(path: Path, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _after_load_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.Module]:
-    """Run the user's pre-hooks; the models that they left in the list on rank 0."""
+    """Run the user's pre-hooks; returns the models that they left in the list on rank 0."""
     hooks = accelerator._load_model_state_pre_hook
     left = list(accelerator._models)
 

@@ -1,4 +1,4 @@
-"""The order of a loader's samples: noted in a checkpoint, and taken up again, in the middle of an epoch too."""
+"""The order of a loader's samples: recorded in a checkpoint, and resumed, even in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def order_of(loader: Any) -> dict[str, Any]:
 
 
 def _shuffling(loader: Any) -> tuple[Any, torch.Generator | None]:
-    """A loader's sampler, where it is known, and the generator that shuffles on all ranks alike."""
+    """A loader's sampler, if it is known, and the generator that shuffles alike on all ranks."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     candidates = (getattr(loader, "synchronized_generator", None), getattr(sampler, "generator", None))
     return sampler, next((each for each in candidates if isinstance(each, torch.Generator)), None)
 
 
 def restore_order(loader: Any, order: Mapping[str, Any], number: int, is_first: bool) -> None:
-    """Give a prepared loader the order that `order_of` has noted.
+    """Give a prepared loader the order that `order_of` has recorded.
 
     Args:
         loader: `number` among the prepared ones.
         order: of the loader that was saved.
         number: for the warning.
-        is_first: whether this rank warns, if batches of an epoch that has begun cannot be skipped.
+        is_first: whether this rank gives the warning that batches of an epoch that has begun cannot be skipped.
     """
     sampler, generator = _shuffling(loader)
     loader.iteration = order["epoch"]
@@ -57,14 +57,14 @@ def restore_order(loader: Any, order: Mapping[str, Any], number: int, is_first: 
 
 
 def continue_epoch(loader: Any, rest: Any) -> None:
-    """Let `rest`, the batches left of the epoch in which a state was saved, go on as if there had been no stop.
+    """Let `rest`, the remaining batches of the epoch in which a state was saved, continue as if there had been no stop.
 
     Args:
         loader: prepared, its state loaded.
-        rest: of `skip_first_batches`.
+        rest: what `skip_first_batches` returned.
     """
     if rest.base_dataloader.generator is None:
-        # The start of an epoch draws a seed for worker processes; this one has drawn before the random states were saved.
+        # Starting an epoch draws a seed for worker processes. This epoch drew it before the random states were saved.
         rest.base_dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
     end, next_epoch = rest.end, loader.iteration + 1
 

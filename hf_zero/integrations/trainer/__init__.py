@@ -1,4 +1,4 @@
-"""The plain transformers Trainer, by one argument.
+"""ZeRO in the plain transformers Trainer, by one argument.
 
 - `arguments`: `ZeroTrainingArguments` and `ZeroCallback`.
 - `patch`: the methods of the Trainer that are replaced; the only file to open for a new release of transformers.

@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
-    """`TrainingArguments` with one argument more; make them before the model, as with DeepSpeed.
+    """`TrainingArguments` that also take a ZeRO configuration; create them before the model, as with DeepSpeed.
 
-    From then on `from_pretrained` partitions models while it loads them, and the plain `Trainer` trains them; models
-    loaded `with hf_zero.disabled():` stay whole, and `hf_zero.undo()` ends it. With `zero=None` (and no HF_ZERO_CONFIG)
-    these are ordinary arguments.
+    From then on, `from_pretrained` partitions models while it loads them, and the plain `Trainer` trains them. Models
+    loaded `with hf_zero.disabled():` stay whole, and `hf_zero.undo()` ends all of this. With `zero=None` (and no
+    HF_ZERO_CONFIG), these are ordinary arguments.
 
     Args:
         zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
             `bf16=True`, a `compute_dtype` of "auto" becomes bfloat16.
         zero_weights_only: `train(resume_from_checkpoint=...)` starts anew, at step 0 with a fresh optimizer, from the
             weights of the checkpoint.
-        zero_any_batch: resume from a checkpoint that was written with another number of samples a step, though samples
-            are then repeated or left out.
+        zero_any_batch: resume from a checkpoint that was written with another number of samples per step, although
+            samples are then repeated or left out.
 
     Attributes:
         zero_config: the `ZeroConfig` that was read; None without one.
@@ -61,7 +61,7 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
         default=False, metadata={"help": "Start anew from the weights of the checkpoint to resume from."}
     )
     zero_any_batch: bool = field(
-        default=False, metadata={"help": "Resume from a checkpoint written with another number of samples a step."}
+        default=False, metadata={"help": "Resume from a checkpoint with another number of samples per step."}
     )
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
         return config
 
     def _take_over(self, values: Mapping[str, Any]) -> None:
-        """Use what a DeepSpeed file says about training; where an argument says something else, it is an error."""
+        """Use what a DeepSpeed file says about training; an argument that says something else is an error."""
         defaults = {name: entry.default for name, entry in type(self).__dataclass_fields__.items()}
         for name, value in values.items():
             if name not in defaults:
@@ -120,9 +120,9 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
 
 
 class ZeroCallback(TrainerCallback):  # type: ignore[misc]
-    """Partitions what the Trainer is about to train, if it is not yet, and shows a summary when training starts.
+    """Partitions what the Trainer is about to train, if it is not yet partitioned, and shows a summary when training starts.
 
-    Attached by itself with `ZeroTrainingArguments`; given explicitly beside a model made under `Init`.
+    `ZeroTrainingArguments` attach it automatically; pass it yourself along with a model made under `Init`.
 
     Args:
         config: for a model that is not partitioned yet; None takes `args.zero_config`.
@@ -145,7 +145,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
             sys.stderr.write(summary(engine) + "\n")
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Learn how a save in the background has ended."""
+        """Check whether a save in the background has ended, and whether a signal asks for a save."""
         engine = engine_of(_unwrap(model)) if model is not None else None
         background = None if engine is None else background_of(engine.world)
         if background is not None:
@@ -167,7 +167,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: list[Any]) -> None:
-    """What the Trainer does first: give the model its engine."""
+    """Give the model its engine, before the Trainer does anything else."""
     config = getattr(args, "zero_config", None)
     for callback in callbacks:
         if isinstance(callback, ZeroCallback) and callback.config is not None:

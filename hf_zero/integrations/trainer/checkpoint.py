@@ -1,6 +1,6 @@
 """Checkpoints of the plain `transformers.Trainer`: the same folders and names, written by all ranks and committed at once.
 
-What a checkpoint of the Trainer contains stays: weights as `save_pretrained` writes them, scheduler, random states,
+A checkpoint still contains what the Trainer puts there: weights as `save_pretrained` writes them, scheduler, random states,
 `trainer_state.json`. The optimizer's state is in files of its own, and a manifest describes everything.
 """
 
@@ -38,7 +38,7 @@ _NAME = re.compile(r"^checkpoint-(\d+)$")
 
 
 def engine_under(model: nn.Module | None) -> ZeroEngine | None:
-    """The engine of a Trainer's model, in torch.compile's wrapper or not."""
+    """The engine of a Trainer's model, with or without torch.compile's wrapper."""
     return None if model is None else engine_of(getattr(model, "_orig_mod", model))
 
 
@@ -98,7 +98,7 @@ def _rotate(trainer: Any, run: Path, world: World) -> None:
 
 @contextmanager
 def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
-    """Within: the Trainer writes to the staged folder, and a step that fails does not keep this rank from the next one."""
+    """While active, the Trainer writes to the staged folder, and a step that fails does not stop this rank from the next."""
 
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -129,7 +129,7 @@ def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
 
 
 def _name_best(trainer: Any, staged: StagedCheckpoint) -> None:
-    """The best checkpoint is called by the name it will have."""
+    """Record the best checkpoint under the name that it will have."""
     state = trainer.state
     if state.best_model_checkpoint == str(staged.folder):
         state.best_model_checkpoint = str(staged.final)
@@ -138,10 +138,10 @@ def _name_best(trainer: Any, staged: StagedCheckpoint) -> None:
 
 
 def _remove_old(trainer: Any, run: Path) -> None:
-    """Rotation as the Trainer's own, of committed checkpoints alone."""
+    """Rotate as the Trainer does, but only committed checkpoints."""
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     for gone in run.glob(".checkpoint-*.removed"):
-        disk.remove_tree(gone)  # of a rotation that was cut off
+        disk.remove_tree(gone)  # left by an interrupted rotation
     if limit is None or limit <= 0:
         return
     ours = [path for path in run.iterdir() if step_of(path) is not None and (path / MANIFEST).is_file()]
@@ -150,7 +150,7 @@ def _remove_old(trainer: Any, run: Path) -> None:
     removable = [path for path in ours if path.name not in kept]
     for path in removable[: max(len(ours) - max(limit, len(kept)), 0)]:
         gone = path.parent / f".{path.name}.removed"
-        disk.rename(path, gone)  # at once: half of a checkpoint would be called damaged
+        disk.rename(path, gone)  # in one step: half a checkpoint would be reported as damaged
         disk.remove_tree(gone)
 
 
@@ -173,7 +173,7 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
     """Give optimizer and scheduler the state of a verified checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, before anything is changed, if a file is missing or another optimizer's.
+        CheckpointError: on all ranks, before anything is changed, if a file is missing or belongs to another optimizer.
     """
     engine = engine_under(trainer.model)
     assert engine is not None and engine.model is not None
@@ -201,12 +201,12 @@ def load_weights(trainer: Any, folder: Path) -> None:
 
 
 def wants_weights_only(args: Any) -> bool:
-    """Whether a checkpoint's weights are to be the start of a new training."""
+    """Whether a new training is to start from a checkpoint's weights alone."""
     return bool(getattr(args, "zero_weights_only", False))
 
 
 def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str | None:
-    """The folder to resume from: the given one, or with True the newest that verifies; the same on every rank.
+    """The folder to resume from: the given one or, for True, the newest one that verifies; the same on every rank.
 
     Raises:
         CheckpointError: on all ranks, if there is none that is whole.
@@ -246,10 +246,10 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str 
 
 
 class SignalSaves:
-    """Lets all ranks save at the same step when SIGTERM comes (`enable_jit_checkpoint`): it reaches them at different ones.
+    """Makes all ranks save at the same step on SIGTERM (`enable_jit_checkpoint`), which reaches them at different steps.
 
     Args:
-        manager: the Trainer's `CheckpointManager`, whose request this takes and repeats on every rank together.
+        manager: the Trainer's `CheckpointManager`, whose request is caught here and repeated on all ranks together.
         world: the ranks.
     """
 
@@ -261,7 +261,7 @@ class SignalSaves:
         self._is_requested = True
 
     def poll(self) -> None:
-        """Ask for a save if any rank has had the signal; called by all of them after a step."""
+        """Ask for a save if any rank has received the signal; called by all ranks after a step."""
         answers = [[int(self._is_requested)]]
         if self._world.collectives is not None:
             answers = self._world.collectives.agree(answers[0], "a signal to save")
@@ -270,7 +270,7 @@ class SignalSaves:
 
 
 def signal_saves(trainer: Any) -> SignalSaves | None:
-    """Take over what a signal asks of a Trainer; None if it does not listen to one."""
+    """Take over the saves that a signal asks of a Trainer; None if the Trainer does not listen for signals."""
     engine = engine_under(trainer.model)
     for callback in trainer.callback_handler.callbacks:
         manager = getattr(callback, "jit_manager", None)

@@ -1,9 +1,9 @@
 """The methods of `transformers.Trainer` that hf_zero wraps, in one place; `remove()` puts the originals back.
 
-Nothing changes for a Trainer whose arguments, callbacks and model have nothing to do with hf_zero. Wrapped are:
+Nothing changes for a Trainer whose arguments, callbacks and model have nothing to do with hf_zero. These are wrapped:
 
 - `__init__`: before it runs, the model gets its engine (a Trainer reads at construction whether a model is sharded), what
-  cannot work is refused, a user's optimizer is rebound, and the callback is attached. Subclasses such as TRL's come here
+  cannot work is refused, a user's optimizer is rebound, and the callback is attached. Subclasses such as TRL's get here
   too, with their final model.
 - `call_model_init`: the model of `model_init` gets its engine.
 - `train`: finds and verifies the checkpoint to resume from.
@@ -39,7 +39,7 @@ _originals: dict[str, Any] = {}
 
 
 def install(prepare_model: PrepareModel, callback: type) -> None:
-    """Wrap the methods; a second time changes nothing.
+    """Wrap the methods; a second call changes nothing.
 
     Args:
         prepare_model: called with the model, the arguments and the callbacks of every Trainer.
@@ -96,7 +96,7 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
 
 @contextmanager
 def _allowing_checkpoints(arguments: Any, is_ours: bool) -> Iterator[None]:
-    """Within: the Trainer, which cannot save the optimizer of a model sharded at load, believes that it need not."""
+    """While active, the Trainer believes that it need not save the optimizer; it cannot, for a model sharded at load."""
     if not is_ours or arguments is None:
         yield
         return
@@ -108,7 +108,7 @@ def _allowing_checkpoints(arguments: Any, is_ours: bool) -> Iterator[None]:
 
 
 def _rebind(optimizers: Any, model: nn.Module | None) -> None:
-    """A user's optimizer, made before the model was partitioned, follows it."""
+    """Rebind a user's optimizer that was made before the model was partitioned."""
     engine = None if model is None else engine_of(model)
     optimizer = optimizers[0] if optimizers else None
     if engine is not None and optimizer is not None:
