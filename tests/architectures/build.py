@@ -96,7 +96,7 @@ def build(model_type: str) -> TinyModel:
                     continue
                 fresh = _make(model_class, config)
                 return TinyModel(fresh, layout, tiny.placeholders)
-    raise CannotBuildError(reasons[0])
+    raise CannotBuildError(reasons[0] if reasons else "no inputs are known for it")
 
 
 def short(error: BaseException) -> str:
@@ -178,6 +178,9 @@ def _make(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point() and tensor.isnan().any():
                 tensor.normal_(0.0, 0.05)
+        for param in model.parameters():
+            if param.ndim > 1 and not param.any():  # zeros hide what comes before them, or are divided by
+                param.normal_(0.0, 0.02)
     return model.float().train()
 
 
@@ -193,8 +196,16 @@ def _layouts(model: PreTrainedModel) -> Iterator[Layout]:
     if unknown := {name for name in needed if not can_make(name)}:
         raise CannotBuildError(f"{type(model).__name__}.forward needs {', '.join(sorted(unknown))}")
     known = {name for name in taken if can_make(name) and (name in needed or name not in _SELDOM)}
-    main = {model.main_input_name} & set(taken)
-    choices = [known, known - _LOSS, needed | main | (known & _LOSS), needed | main]
+    main = model.main_input_name
+    main = ({main} if isinstance(main, str) else set(main)) & set(taken)
+    choices = [
+        known,
+        known - _LOSS,
+        known - {"image_sizes"},
+        known - {"image_sizes", "attention_mask"},
+        needed | main | (known & _LOSS),
+        needed | main,
+    ]
     choices += [needed | (known & (_WORDS | _LOSS)), needed | (known & _WORDS)]
     choices += [
         known - {"pixel_values", "image_sizes", "image_grid_thw"},

@@ -3,7 +3,7 @@
 [Note: why rules on names]
 Configurations name one thing in few ways: `hidden_size`, `d_model`, `n_embd` are all a width. One small number for all
 widths, one for all layers, and so on, keeps the relations between the parts of a model without knowing them.
-What rules cannot know stands in `_OVERRIDES`, by model type.
+What rules cannot know stands in `overrides.py`, by model type.
 """
 
 import dataclasses
@@ -14,9 +14,11 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from tests.architectures.overrides import IMAGE, OVERRIDES, PATCH, VOCAB
+
 WIDTH, HEADS, HEAD_DIM, FEED_FORWARD, LAYERS = 32, 2, 16, 48, 2
-VOCAB, FIRST_TEXT_TOKEN = 128, 80  # tokens below it are special ones
-IMAGE, PATCH, POSITIONS, MEL_BINS, SOUND_FRAMES = 32, 8, 64, 16, 32
+FIRST_TEXT_TOKEN = 80  # tokens below it are special ones
+POSITIONS, MEL_BINS, SOUND_FRAMES = 64, 16, 32
 
 Rule = tuple[str, Callable[[Any], Any]]
 
@@ -50,6 +52,7 @@ _NUMBERS: list[Rule] = [
     (r"_offset$", _at_most(1)),
     (r"_period$|sliding_window_pattern|layer_group_size|_every_n_layers|no_rope_layer_interval", _at_most(2)),
     (r"encoder_sparse_step|decoder_sparse_step|cross_attention_frequency", _at_most(1)),
+    (r"num_encoder_blocks", _none),
     (r"(num_|n_|_)(layers|layer|blocks|depth)$|^(n_)?layers?$|^depth$|_depth$|^block_count$", _at_most(LAYERS)),
     (r"num_nextn_predict_layers|num_mtp", _always(0)),
     (r"heads?$|^n_heads?$|_heads$", _at_most(HEADS)),
@@ -63,8 +66,10 @@ _NUMBERS: list[Rule] = [
     (r"temporal_patch_size|merge_size|patch_temporal", _none),
     (r"(^|_)patch_size$|^patch_height$|^patch_width$|^patch_length$|^patch_stride$", _at_most(PATCH)),
     (r"image_size$|^input_size$|img_size$|^resolution$|^crop_size$|^pretrain_image_size$", _at_most(IMAGE)),
-    (r"position_embeddings$|_positions?$|n_ctx$|_seq_len$|_seq_length$|^seq_len(gth)?$", _at_most(POSITIONS)),
     (r"max_source_positions|max_audio_positions", _always(SOUND_FRAMES // 2)),
+    (r"num_filters", _at_most(4)),
+    (r"^n_window", _at_most(8)),
+    (r"position_embeddings$|_positions?$|n_ctx$|_seq_len$|_seq_length$|^seq_len(gth)?$", _at_most(POSITIONS)),
     (r"mel_bins|^n_mel_bins|^feature_size$|input_feat|^mel_dim$|feature_projection_input_dim", _at_most(MEL_BINS)),
     (r"window_size|attention_window|local_attention|chunk_length$", lambda value: 32 if value > 64 else min(value, 4)),
     (r"sliding_window|chunk_size|context_length|max_length", _at_most(16)),
@@ -88,7 +93,7 @@ _NUMBERS: list[Rule] = [
 _COMPILED = [(re.compile(pattern), rule) for pattern, rule in _NUMBERS]
 _CHANCE = re.compile(r"drop|layerdrop|mask_.*prob|jitter|noise_scale$|label_noise|replace_prob|mask_time_prob|probs?$")
 _TOKEN = re.compile(
-    r"(_token_id|_token_index|_tokens?_idx|_start_id|_end_id|_pad_id|_patch_id|_bos_id|_eos_id|newline_id)$"
+    r"(?<!tag)(?<!subs)(_token_id|_token_index|_tokens?_idx|_start_id|_end_id|_pad_id|_patch_id|_bos_id|_eos_id|newline_id)$"
 )
 _FIRST_TOKENS = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 3},
@@ -98,19 +103,6 @@ _FIRST_TOKENS = {
 _PER_STAGE_WIDTH = re.compile(r"hidden|dim|channels|sizes|width|embed|features")
 _PER_STAGE_DEPTH = re.compile(r"depths?$|_blocks$|num_layers|block_sizes|repeats$|n_attn_blocks|blocks_per_stage")
 _LAYER_INDICES = re.compile(r"index|indices|layer_ids|idxs|hook_ids|extract_layers|_layers$")
-
-# What the rules do not know, by the type of the configuration that it stands in.
-_OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
-    "falcon_h1": {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_ssm": 32},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "lw_detr_vit": {"num_windows": 4},
-    "gemma4_text": {"global_head_dim": 16},
-    "diffusion_gemma_text": {"global_head_dim": 16},
-    "gemma4_unified_text": {"global_head_dim": 16},
-}
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -133,7 +125,7 @@ def find(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
     """The first value of one of these names, in the configuration or in the configurations inside it."""
     for part in parts(config):
         for name in names:
-            if (value := getattr(part, name, None)) is not None:
+            if (value := _value(part, name)) is not None:
                 return value
     return default
 
@@ -148,9 +140,12 @@ def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         if not field.init or field.name in _BASE_FIELDS:
             continue
         value = _value(config, field.name)
-        given = field.default is not None or value != _value(usual, field.name)
         if isinstance(value, PreTrainedConfig):
             values[field.name] = _shrink(value)
+            continue
+        given = field.default is not None or value != _value(usual, field.name)
+        if field.name == "head_dim" and value is None:
+            values[field.name] = HEAD_DIM
         elif isinstance(value, (list, tuple)) and layers is not None and len(value) == _num_layers(config):
             kept = [value[index] for index in layers]
             values[field.name] = kept if given or _differ(value) else None
@@ -159,11 +154,12 @@ def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     if layers is not None and "num_hidden_layers" in values:
         values["num_hidden_layers"] = len(layers)
     values |= _backbone_stages(config)
-    values |= _OVERRIDES.get(config.model_type, {})
+    values |= OVERRIDES.get(config.model_type, {})
     return config_class(**{name: value for name, value in values.items() if value is not None})
 
 
 _BASE_FIELDS = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"is_encoder_decoder"}
+_BASE_FIELDS |= {"_out_features", "_out_indices"}
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
@@ -175,7 +171,9 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 
 
 def _num_layers(config: PreTrainedConfig) -> int | None:
-    count = getattr(config, "num_hidden_layers", None)
+    if "num_hidden_layers" not in {field.name for field in dataclasses.fields(config)} or hasattr(config, "depths"):
+        return None  # it is the number of stages
+    count = config.num_hidden_layers
     return count if isinstance(count, int) and count > LAYERS else None
 
 
@@ -203,12 +201,12 @@ def _chosen_layers(config: PreTrainedConfig) -> list[int] | None:
 
 
 def _backbone_stages(config: PreTrainedConfig) -> dict[str, Any]:
-    """A backbone without stages of its own has one for each layer: as many layers as features are taken from."""
+    """The stages that features are taken from; where each layer is a stage, as many layers as features."""
     features = getattr(config, "out_features", None)
-    if not features or not hasattr(config, "stage_names") or _num_layers(config) is None:
+    if not features or not hasattr(config, "stage_names"):
         return {}
-    if len(config.stage_names) <= LAYERS + 3:
-        return {}
+    if _num_layers(config) is None or len(config.stage_names) <= LAYERS + 3:
+        return {"out_indices": list(config.out_indices)}
     count = max(LAYERS, len(features))
     return {"num_hidden_layers": count, "out_indices": list(range(count + 1))[-len(features) :]}
 
@@ -276,11 +274,13 @@ def _mend(config: PreTrainedConfig) -> None:
 def _mend_rotary(config: PreTrainedConfig, rotary: dict[str, Any]) -> None:
     head_dim = _value(config, "head_dim") or HEAD_DIM
     for each in [rotary, *(value for value in rotary.values() if isinstance(value, dict))]:
+        if isinstance(share := each.get("partial_rotary_factor"), float):
+            each["partial_rotary_factor"] = max(4, 4 * round(head_dim * share / 4)) / head_dim
         half = int(head_dim * (each.get("partial_rotary_factor") or 1.0)) // 2
         # Models with axes of time, height and width read it, some with a default of their own; others do not look.
         count = len(each.get("mrope_section", [0, 0, 0]))
-        rest = [half // count] * (count - 1)
-        each["mrope_section"] = [half - sum(rest), *rest]
+        first = [max(1, round(half / count))] * (count - 1)
+        each["mrope_section"] = [*first, half - sum(first)]
         for name in ("long_factor", "short_factor"):
             if name in each:
                 each[name] = [1.0] * half

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.architectures.configs import FIRST_TEXT_TOKEN, IMAGE, MEL_BINS, PATCH, SOUND_FRAMES, VOCAB, WIDTH, find
+from tests.architectures.configs import FIRST_TEXT_TOKEN, MEL_BINS, SOUND_FRAMES, WIDTH, find
+from tests.architectures.overrides import IMAGE, PATCH, VOCAB
 
 BATCH, TEXT, TARGETS, SAMPLES, PATCHES_PER_SIDE = 2, 8, 6, 1600, IMAGE // PATCH
 
 Inputs = dict[str, Any]
-IMAGE_LAYOUTS = ("plain", "tiles", "patches", "flat")
-SOUND_LAYOUTS = ("bins first", "frames first", "samples", "channel")
+IMAGE_LAYOUTS = ("plain", "tiles", "video", "patches", "flat")
+SOUND_LAYOUTS = ("bins first", "frames first", "samples", "channel", "picture", "packed")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def count_placeholders(model: nn.Module, layout: Layout) -> dict[str, int]:
     source = Draw(model, layout, torch.Generator().manual_seed(0))
     counts = {}
     for token, needs, method in _FEATURES:
-        if needs & layout.names and (get := getattr(model, method, None) or _of_base(model, method)) is not None:
+        if needs & layout.names and (get := _of_base(model, method) or getattr(model, method, None)) is not None:
             counts[token] = _num_features(source, get)
     return counts
 
@@ -99,15 +100,29 @@ def _num_features(source: Draw, get: Callable[..., Any]) -> int:
     known = {name for name in inspect.signature(get).parameters if name in source.layout.names and can_make(name)}
     with torch.no_grad():
         features = get(**{name: source.get(name) for name in known})
-    features = getattr(features, "pooler_output", None) if hasattr(features, "keys") else features
+    if hasattr(features, "keys"):
+        features = features.get("pooler_output", features.get("last_hidden_state"))
     if isinstance(features, (list, tuple)):
         return sum(part.shape[0] if part.ndim == 2 else part.shape[:-1].numel() for part in features) // BATCH
     return features.shape[:-1].numel() // BATCH
 
 
 def _input_ids(source: Draw) -> Tensor:
+    if source.config.model_type in ("musicgen_decoder", "musicgen_melody_decoder"):
+        return _codes(source, TEXT)
     rows = source.integers(FIRST_TEXT_TOKEN, VOCAB, BATCH, TEXT)
     return torch.cat([_special_tokens(source), rows], dim=1)
+
+
+def _codes(source: Draw, length: int) -> Tensor:
+    return source.integers(FIRST_TEXT_TOKEN, VOCAB, BATCH * find(source.config, "num_codebooks", default=1), length)
+
+
+def _decoder_input_ids(source: Draw) -> Tensor:
+    if source.config.model_type in ("musicgen", "musicgen_melody"):
+        return _codes(source, TARGETS)
+    channels = [source.config.decoder_config.num_channels] if source.config.model_type == "dia" else []
+    return source.integers(FIRST_TEXT_TOKEN, VOCAB, BATCH, TARGETS, *channels)
 
 
 def _special_tokens(source: Draw) -> Tensor:
@@ -136,8 +151,13 @@ def _pixel_values(source: Draw) -> Tensor:
     channels = find(vision, "num_channels", "in_channels", "in_chans", default=3)
     channels = channels if isinstance(channels, int) else 3
     size = image_size(source)
+    if "aspect_ratio_ids" in source.layout.names:
+        return source.floats(BATCH, 1, find(vision, "max_num_tiles"), channels, *size)
     if source.layout.image == "tiles":
-        return source.floats(BATCH, 1, channels, *size)
+        count = 2 if find(source.config, "image_grid_pinpoints") else 1  # the whole image, and one tile of it
+        return source.floats(BATCH, count, channels, *size)
+    if source.layout.image == "video":
+        return source.floats(BATCH, find(source.config, "num_frames", "frames_per_clip", default=2), channels, *size)
     if source.layout.image == "flat":
         patch = find(vision, "patch_size", default=PATCH)
         return source.floats(BATCH, PATCHES_PER_SIDE**2, channels * patch * patch)
@@ -148,7 +168,7 @@ def _pixel_values(source: Draw) -> Tensor:
 
 
 def image_size(source: Draw) -> tuple[int, int]:
-    size = find(source.vision(), "image_size", "input_size") or find(source.config, "image_size")
+    size = find(source.vision(), "image_size", "input_size") or find(source.config, "image_size", "max_img_size")
     if isinstance(size, (list, tuple)):
         return int(size[-2]), int(size[-1])
     return (size, size) if isinstance(size, int) and size > 0 else (2 * IMAGE, 2 * IMAGE)
@@ -168,6 +188,11 @@ def _sound(source: Draw) -> Tensor:
     frames = frames if isinstance(frames, int) and frames > 1 else SOUND_FRAMES
     if source.layout.sound == "samples":
         return source.floats(BATCH, SAMPLES)
+    if source.layout.sound == "picture":
+        spec_size = find(source.config, "spec_size", default=frames)
+        return source.floats(BATCH, 1, spec_size * (spec_size // bins), bins)
+    if source.layout.sound == "packed":
+        return source.floats(bins, BATCH * frames)
     if source.layout.sound == "channel":
         return source.floats(BATCH, find(source.config, "audio_channels", "num_channels", default=1), SAMPLES)
     return (
@@ -248,12 +273,41 @@ def _tokens(*shape: int) -> Callable[[Draw], Tensor]:
     return lambda source: source.integers(FIRST_TEXT_TOKEN, VOCAB, *shape)
 
 
+def _past_values(source: Draw) -> Tensor:
+    length = source.config.context_length + max(getattr(source.config, "lags_sequence", [0]))
+    channels = getattr(source.config, "num_input_channels", None)
+    return source.floats(BATCH, length, *([channels] if channels else []))
+
+
+def _time_features(source: Draw) -> Tensor:
+    return source.floats(*source.get("past_values").shape[:2], source.config.num_time_features)
+
+
+def _half_masked(source: Draw) -> Tensor:
+    frames = find(source.config, "num_frames", default=1) // find(source.config, "tubelet_size", default=1)
+    side = image_size(source)[0] // find(source.config, "patch_size", default=PATCH)
+    return (torch.arange(frames * side * side) % 2 == 0).expand(BATCH, -1)
+
+
+def _flattened_patches(source: Draw) -> Tensor:
+    patch = find(source.vision(), "patch_size", default=PATCH)
+    places = torch.arange(1, PATCHES_PER_SIDE**2 + 1).expand(BATCH, -1)[..., None] // PATCHES_PER_SIDE
+    return torch.cat([places, places, source.floats(BATCH, PATCHES_PER_SIDE**2, 3 * patch * patch)], dim=-1)
+
+
+def _image_places(source: Draw) -> Tensor:
+    ids, count = source.get("input_ids"), find(source.config, "latent_query_num", default=4)
+    return (torch.arange(ids.shape[1]) < count).long().expand(BATCH, -1)
+
+
 _MAKERS: dict[str, Callable[[Draw], Any]] = {
     "input_ids": _input_ids,
     "attention_mask": lambda source: (
-        torch.ones_like(source.get("input_ids")) if "input_ids" in source.layout.names else _sound_mask(source)
+        torch.ones(BATCH, source.get("input_ids").shape[1], dtype=torch.long)
+        if "input_ids" in source.layout.names
+        else _sound_mask(source)
     ),
-    "decoder_input_ids": _tokens(BATCH, TARGETS),
+    "decoder_input_ids": _decoder_input_ids,
     "labels": _labels,
     "start_positions": _constant(BATCH, fill=1),
     "end_positions": _constant(BATCH, fill=3),
@@ -284,5 +338,40 @@ _MAKERS: dict[str, Callable[[Draw], Any]] = {
         find(source.config, "encoder_hidden_size", "cross_attention_hidden_size", "hidden_size", default=WIDTH),
     ),
     "query_embeds": lambda source: source.floats(BATCH, 4, find(source.config, "hidden_size", default=WIDTH)),
+    "past_values": _past_values,
+    "past_time_features": _time_features,
+    "past_observed_mask": lambda source: torch.ones_like(source.get("past_values")),
+    "future_values": lambda source: source.floats(BATCH, source.config.prediction_length),
+    "future_time_features": lambda source: source.floats(
+        BATCH, source.config.prediction_length, source.config.num_time_features
+    ),
+    "bool_masked_pos": _half_masked,
+    "visual_feats": lambda source: source.floats(BATCH, 4, source.config.visual_feat_dim),
+    "visual_pos": lambda source: source.floats(BATCH, 4, 4).sigmoid(),
+    "flattened_patches": _flattened_patches,
+    "image_attention_mask": lambda source: torch.ones(*source.get("input_ids").shape, 1, dtype=torch.long),
+    "image_embeds_position_mask": _image_places,
+    "task_inputs": _tokens(BATCH, TEXT),
+    "state": lambda source: source.floats(BATCH, source.config.max_state_dim),
+    "actions": lambda source: source.floats(BATCH, source.config.chunk_size, source.config.max_action_dim),
+    "prompt_pixel_values": _pixel_values,
+    "prompt_masks": _pixel_values,
+    "spectrogram": lambda source: source.floats(
+        BATCH, SOUND_FRAMES, find(source.config, "model_in_dim", "num_mel_bins")
+    ),
+    "target_sizes": _constant(BATCH, 2, fill=PATCHES_PER_SIDE),
+    "feature_lens": _constant(BATCH, fill=SOUND_FRAMES),
+    "image_merge_sizes": _constant(BATCH, fill=2),
+    "aspect_ratio_ids": _constant(BATCH, 1, fill=1),
+    "aspect_ratio_mask": lambda source: torch.ones(BATCH, 1, find(source.config, "max_num_tiles"), dtype=torch.long),
+    "cross_attention_mask": lambda source: torch.ones(
+        *source.get("input_ids").shape, 1, find(source.config, "max_num_tiles"), dtype=torch.long
+    ),
+    "high_res_pixel_values": lambda source: source.floats(BATCH, 3, 2 * IMAGE, 2 * IMAGE),
+    "merge_sizes": _constant(BATCH, fill=1),
+    "audio_mel": lambda source: source.floats(BATCH, SOUND_FRAMES, source.config.input_feat_size),
+    "audio_mel_mask": lambda source: torch.zeros(BATCH, SOUND_FRAMES, dtype=torch.bool),
+    "xpath_tags_seq": lambda source: source.integers(0, 200, *source.get("input_ids").shape, source.config.max_depth),
+    "xpath_subs_seq": lambda source: source.integers(0, 200, *source.get("input_ids").shape, source.config.max_depth),
     "qformer_input_ids": _tokens(BATCH, TEXT),
 }
