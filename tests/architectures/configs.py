@@ -31,7 +31,7 @@ def _always(new: Any) -> Callable[[Any], Any]:
     return lambda value: new
 
 
-def _none(value: Any) -> Any:
+def _as_it_is(value: Any) -> Any:
     return value
 
 
@@ -41,7 +41,7 @@ _NUMBERS: list[Rule] = [
     (r"^vocab_offset$|^vocoder_offset$", _always(0)),
     (r"vocab_size|^n_tokens$|num_embeddings$|^vocab_size_per_layer_input$|^num_embeds$", _always(VOCAB)),
     (r"^(num_|n_)?codebook_size$|codebook_vocab_size|^num_codevectors_per_group$", _always(VOCAB)),
-    (r"^(num_channels|in_chans|num_input_channels|stem_num_channels|audio_channels|num_latent_channels)$", _none),
+    (r"^(num_channels|in_chans|num_input_channels|stem_num_channels|audio_channels|num_latent_channels)$", _as_it_is),
     (r"norm_num_groups|^num_groups$|upsample_groups|_groups$|^n_groups$|mamba_n_groups", _at_most(2)),
     (r"attention_groups$", _at_most(1)),
     (r"heads_per_ngram", _at_most(2)),
@@ -52,7 +52,7 @@ _NUMBERS: list[Rule] = [
     (r"_offset$", _at_most(1)),
     (r"_period$|sliding_window_pattern|layer_group_size|_every_n_layers|no_rope_layer_interval", _at_most(2)),
     (r"encoder_sparse_step|decoder_sparse_step|cross_attention_frequency", _at_most(1)),
-    (r"num_encoder_blocks", _none),
+    (r"num_encoder_blocks", _as_it_is),
     (r"(num_|n_|_)(layers|layer|blocks|depth)$|^(n_)?layers?$|^depth$|_depth$|^block_count$", _at_most(LAYERS)),
     (r"num_nextn_predict_layers|num_mtp", _always(0)),
     (r"heads?$|^n_heads?$|_heads$", _at_most(HEADS)),
@@ -60,10 +60,10 @@ _NUMBERS: list[Rule] = [
     (r"head_dim$|d_kv$|d_head$|dim_head$|head_size$|kv_channels|attention_head_dim", _at_most(HEAD_DIM)),
     (r"state_size|d_state", _at_most(8)),
     (r"time_step_rank|lora_rank|_rank$", _at_most(8)),
-    (r"d_conv$|conv_L_cache|short_conv", _none),
-    (r"pos(ition)?_dim$|visual_pos_dim|query_dim|act_dim|state_dim", _none),
+    (r"d_conv$|conv_L_cache|short_conv", _as_it_is),
+    (r"pos(ition)?_dim$|visual_pos_dim|query_dim|act_dim|state_dim", _as_it_is),
     (r"pixel_shuffle|scale_factor", _at_most(2)),
-    (r"temporal_patch_size|merge_size|patch_temporal", _none),
+    (r"temporal_patch_size|merge_size|patch_temporal", _as_it_is),
     (r"(^|_)patch_size$|^patch_height$|^patch_width$|^patch_length$|^patch_stride$", _at_most(PATCH)),
     (r"image_size$|^input_size$|img_size$|^resolution$|^crop_size$|^pretrain_image_size$", _at_most(IMAGE)),
     (r"max_source_positions|max_audio_positions", _always(SOUND_FRAMES // 2)),
@@ -80,8 +80,8 @@ _NUMBERS: list[Rule] = [
     (r"train_num_points", _at_most(16)),
     (r"num_frames|frames_per_clip", _at_most(2)),
     (r"tokens_per_image$|image_seq_length|video_seq_length|num_global_tokens|soft_tokens", _at_most(4)),
-    (r"kernel|stride|dilation|padding|_ratio$|factor|reduction|hop_length|_rate$|_seconds|num_labels", _none),
-    (r"_id$|_ids$|_index$|_value$|_idx$", _none),
+    (r"kernel|stride|dilation|padding|_ratio$|factor|reduction|hop_length|_rate$|_seconds|num_labels", _as_it_is),
+    (r"_id$|_ids$|_index$|_value$|_idx$", _as_it_is),
     (
         r"intermediate|ffn|feed_?forward|(^|_)ff(_|$)|d_ff|dff|mlp|n_inner|d_inner|dim_ff|linear_units",
         _at_most(FEED_FORWARD),
@@ -102,7 +102,6 @@ _FIRST_TOKENS = {
 }
 _PER_STAGE_WIDTH = re.compile(r"hidden|dim|channels|sizes|width|embed|features")
 _PER_STAGE_DEPTH = re.compile(r"depths?$|_blocks$|num_layers|block_sizes|repeats$|n_attn_blocks|blocks_per_stage")
-_LAYER_INDICES = re.compile(r"index|indices|layer_ids|idxs|hook_ids|extract_layers|_layers$")
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
