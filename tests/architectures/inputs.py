@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.architectures.configs import FIRST_TEXT_TOKEN, MEL_BINS, SOUND_FRAMES, WIDTH, find
 from tests.architectures.overrides import IMAGE, PATCH, VOCAB
 
-BATCH, TEXT, TARGETS, SAMPLES, PATCHES_PER_SIDE = 2, 8, 6, 1600, IMAGE // PATCH
+BATCH, TEXT, TARGETS, SAMPLES, PATCHES_PER_SIDE = 2, 8, 6, 3200, IMAGE // PATCH
 
 Inputs = dict[str, Any]
 IMAGE_LAYOUTS = ("plain", "tiles", "video", "patches", "flat")
@@ -351,7 +351,7 @@ _MAKERS: dict[str, Callable[[Draw], Any]] = {
     "flattened_patches": _flattened_patches,
     "image_attention_mask": lambda source: torch.ones(*source.get("input_ids").shape, 1, dtype=torch.long),
     "image_embeds_position_mask": _image_places,
-    "task_inputs": _tokens(BATCH, TEXT),
+    "task_inputs": lambda source: source.integers(FIRST_TEXT_TOKEN, VOCAB, BATCH, source.config.task_seq_len),
     "state": lambda source: source.floats(BATCH, source.config.max_state_dim),
     "actions": lambda source: source.floats(BATCH, source.config.chunk_size, source.config.max_action_dim),
     "prompt_pixel_values": _pixel_values,
@@ -367,7 +367,7 @@ _MAKERS: dict[str, Callable[[Draw], Any]] = {
     "cross_attention_mask": lambda source: torch.ones(
         *source.get("input_ids").shape, 1, find(source.config, "max_num_tiles"), dtype=torch.long
     ),
-    "high_res_pixel_values": lambda source: source.floats(BATCH, 3, 2 * IMAGE, 2 * IMAGE),
+    "high_res_pixel_values": _normal(BATCH, 3, IMAGE, IMAGE),
     "merge_sizes": _constant(BATCH, fill=1),
     "audio_mel": lambda source: source.floats(BATCH, SOUND_FRAMES, source.config.input_feat_size),
     "audio_mel_mask": lambda source: torch.zeros(BATCH, SOUND_FRAMES, dtype=torch.bool),

@@ -68,7 +68,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "hidden_sizes": [16, 16, 16, 16],
         },
     },
-    "clap_audio_model": {"patch_embeds_hidden_size": 8, "num_attention_heads": [2, 2, 2, 2], "hidden_size": 64},
+    "clap_audio_model": {
+        "patch_embeds_hidden_size": 8,
+        "num_attention_heads": [2, 2, 2, 2],
+        "hidden_size": 64,
+        "spec_size": 128,
+        "num_mel_bins": 64,
+    },
     "efficientnet": _THIN,
     "align_vision_model": _THIN,
     "mobilenet_v1": {"depth_multiplier": 0.125},
@@ -106,8 +112,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "sam_vision_model": {"num_pos_feats": 16},
     "sam_hq_vision_model": {"num_pos_feats": 16},
     "sam2_hiera_det_model": {
-        **{"hidden_size": 8, "blocks_per_stage": [1, 1, 1, 1], "embed_dim_per_stage": [8, 16, 16, 16]},
-        **{"num_attention_heads_per_stage": [1, 1, 1, 1], "window_size_per_stage": [4, 4, 4, 4]},
+        **{"hidden_size": 8, "blocks_per_stage": [1, 2, 2, 1], "embed_dim_per_stage": [8, 16, 16, 16]},
+        **{"num_attention_heads_per_stage": [1, 1, 1, 1], "window_size_per_stage": [8, 4, 2, 2]},
         **{"global_attention_blocks": [2], "image_size": [64, 64]},
         "window_positional_embedding_background_size": [4, 4],
     },
@@ -179,6 +185,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llava_next_video": {"image_grid_pinpoints": [[IMAGE, IMAGE]]},
     "llava_onevision": {"image_grid_pinpoints": [[IMAGE, IMAGE]]},
     "voxtral_encoder": {"intermediate_size": 128},
+    "align": {"projection_dim": 80},
     "videomae": {"num_frames": 2, "tubelet_size": 2},
     "vivit": {"num_frames": 2, "tubelet_size": [2, 8, 8]},
 }
