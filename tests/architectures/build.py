@@ -4,6 +4,7 @@ A model is accepted when it trains as it is, without sharding: forward, backward
 """
 
 import contextlib
+import copy
 import importlib
 import inspect
 import random
@@ -83,18 +84,19 @@ def build(model_type: str) -> TinyModel:
             raise CannotBuildError("no model class")
         for model_class in classes[:5]:
             try:
-                model = _make(model_class, config)
+                model = _make(model_class, copy.deepcopy(config))
+                layouts = list(_layouts(model))
             except Exception as error:
                 reasons.append(f"{model_class.__name__}: {short(error)}")
                 continue
-            for layout in _layouts(model):
+            for layout in layouts:
                 try:
                     tiny = TinyModel(model, layout, count_placeholders(model, layout))
                     _assert_trains(tiny)
                 except Exception as error:
                     reasons.append(f"{model_class.__name__}: {short(error)}")
                     continue
-                fresh = _make(model_class, config)
+                fresh = _make(model_class, copy.deepcopy(config))
                 return TinyModel(fresh, layout, tiny.placeholders)
     raise CannotBuildError(reasons[0] if reasons else "no inputs are known for it")
 

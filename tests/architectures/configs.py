@@ -6,6 +6,7 @@ widths, one for all layers, and so on, keeps the relations between the parts of 
 What rules cannot know stands in `overrides.py`, by model type.
 """
 
+import copy
 import dataclasses
 import re
 import zlib
@@ -153,7 +154,7 @@ def _shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     if layers is not None and "num_hidden_layers" in values:
         values["num_hidden_layers"] = len(layers)
     values |= _backbone_stages(config)
-    values |= OVERRIDES.get(config.model_type, {})
+    values |= copy.deepcopy(OVERRIDES.get(config.model_type, {}))  # configurations write into what they are given
     return config_class(**{name: value for name, value in values.items() if value is not None})
 
 
