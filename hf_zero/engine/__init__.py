@@ -32,7 +32,12 @@ so:
 - **Reductions** follow one agreed order on all ranks (`schedule.ReductionOrder`). A rank that skipped a unit takes part
   with zeros, and at the end all ranks agree which parameters anybody used: the others keep `.grad = None` (`reduction`).
 
-Files, from the ground up: `precision` and `world` (what all share), `parameter`, `unit`, `grouping`, `schedule`,
-`reduction`, `hooks`, `state_dict`, `engine`. Around it: `optimizers`, `gathered_parameters` (whole weights on demand),
+[Note: what users' code may do] Four rules, each written where it is kept: *an edit is seen* before it happens
+(`partitioned_tensor`); *whoever reads gets the whole* while a forward or backward runs (`reading`); *gradients under no_sync*
+are `.grad` itself, not a picture of it (`parameter`); *saved weights* are places, not tensors, so that no backward reads
+released memory (`saved`).
+
+Files, from the ground up: `precision` and `world` (what all share), `partitioned_tensor`, `parameter`, `unit`, `grouping`,
+`schedule`, `reduction`, `reading`, `saved`, `hooks`, `state_dict`, `engine`. Around it: `optimizers`, `gathered_parameters` (whole weights on demand),
 `forward_method` (methods other than `forward`), `summary` (what is printed at the start).
 """

@@ -245,6 +245,9 @@ class ZeroEngine:
             entry.reset(self)
         self._drop_gathered()  # if the last forward had no backward, or failed on some ranks only
         self._flush_edits()
+        if not self.world.partitions:
+            for unit in self.units:
+                unit.refresh()
         if self._whole_reducer is not None:
             self._watch_plain_gradients()
         kind = "forward" if torch.is_grad_enabled() else "inference"

@@ -15,6 +15,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.collectives import Rows
@@ -288,6 +289,11 @@ class Unit:
         # `.data` gives each call a version counter of its own: the transport and other calls bump others.
         slots = self._slots
         return [slots[id(p)].whole.data if id(p) in slots else p.local.detach() for p in self.parameters]
+
+    def refresh(self) -> None:
+        """Cast plain parameters again, as autocast would for every forward: nobody tells when users edit those."""
+        if self.keeps_whole:
+            _fill_own_rows(slot for slot in self._slots.values() if not isinstance(slot.parameter.param, DTensor))
 
     def read_whole(self, p: ZeroParameter) -> Tensor:
         """One whole parameter in the compute dtype: in this unit's memory where that stays, else in memory of its own."""

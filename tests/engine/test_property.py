@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero import UsageError, ZeroEngine, shard_model
+from hf_zero import GatheredParameters, UsageError, ZeroEngine, mark_dirty, shard_model
 from tests.ranks import run_ranks
 
 _SEEDS_A_JOB = 30
 _VOCABULARY, _TOKENS = 11, (2, 3)
+_EDITS = ("in place", "data", "foreach", "assign", "gathered", "mark_dirty")  # ways to change parameters by hand
 # Ranks add the same numbers in another order than one process does. float32 is looser where Adam divides small ones.
 _TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "mixed": (1e-4, 1e-5), "bfloat16": (5e-2, 3e-1)}
 _MADE_IN = {"float64": torch.float64, "float32": torch.float32, "mixed": torch.float64, "bfloat16": torch.float32}
@@ -81,6 +82,7 @@ class Shape:
     has_root_parameters: bool
     dropout: float
     has_unused_module: bool
+    reads_elsewhere: bool  # parameters of modules that are not being called
     frozen: frozenset[int]  # positions of parameters
 
 
@@ -121,6 +123,8 @@ class Block(nn.Module):
         h = run(self._mlp, self.norm(x) * self.row)
         if visit.breaks == "forward":
             raise _Broken("forward")
+        if visit.breaks == "interrupt":
+            raise KeyboardInterrupt
         if visit.breaks == "backward":
             h = _RaiseInBackward.apply(h)
         if visit.takes_branch:
@@ -149,11 +153,14 @@ class Net(nn.Module):
             self.gain = nn.Parameter(torch.randn(_VOCABULARY))
         if shape.has_unused_module:
             self.unused = nn.Linear(3, 5)
+        self.reads_elsewhere = shape.reads_elsewhere
         for position, param in enumerate(self.parameters()):
             param.requires_grad_(position not in shape.frozen)
 
     def forward(self, tokens: Tensor, x: Tensor, path: tuple[Segment, ...]) -> tuple[Tensor, list[Tensor]]:
         h = self.embed(tokens) + x
+        if self.reads_elsewhere:
+            h = h + torch.tanh(self.norm.weight + self.head.weight.mean(0)) * self.blocks[0].row
         hidden = [h]
         for segment in path:
             if not segment.visits:
@@ -242,7 +249,22 @@ class Reset(_Brief):
     set_to_none: bool
 
 
-Op = Micro | Infer | Crash | Step | Flip | Load | Reset
+@dataclass(frozen=True, repr=False)
+class Edit(_Brief):
+    """Parameters are changed by hand, in one of the ways in which users do."""
+
+    how: str
+    positions: frozenset[int]
+
+
+@dataclass(frozen=True, repr=False)
+class HookGradient(_Brief):
+    """A parameter gets a hook that scales its gradient, or loses it."""
+
+    position: int
+
+
+Op = Micro | Infer | Crash | Step | Flip | Load | Reset | Edit | HookGradient
 
 
 @dataclass(frozen=True)
@@ -325,6 +347,7 @@ class _Draw:
             has_root_parameters=self.maybe(0.3),
             dropout=0.3 if self.maybe(0.2) else 0.0,
             has_unused_module=self.maybe(0.2),
+            reads_elsewhere=self.maybe(0.25) and not self.is_simple,
             frozen=frozenset(),
         )
         is_frozen = self.maybe(0.35) and not self.is_simple
@@ -352,10 +375,11 @@ class _Draw:
             yield Reset(self.maybe(0.6))
         for index in range(count):
             if self.maybe(0.15):
-                where = rng.choice(["forward", "forward", "backward", "backward", "backward"])
-                mode = rng.choice(["", "", "no_grad", "inference"]) if where == "forward" else ""
+                where = rng.choice(["forward", "forward", "interrupt", "backward", "backward", "backward"])
+                mode = rng.choice(["", "", "no_grad", "inference"]) if where != "backward" else ""
                 yield Crash(self.paths(breaks=where), self.next_data(), where, mode)
-            yield self.micro(no_sync=syncs_last and index < count - 1, is_last=index == count - 1)
+            skips = syncs_last and index < count - 1 and self.maybe(0.7)  # any order of those that are exchanged or not
+            yield self.micro(no_sync=skips, is_last=index == count - 1)
         held = rng.choice(["drop", "use"]) if self.maybe(0.1) else ""
         clip = 0.05 if self.maybe(0.25) else None
         yield Step(clip, self.maybe(0.7), held, self.paths() if held else ())
@@ -366,6 +390,11 @@ class _Draw:
             yield flip
         if self.maybe(0.12):
             yield Load(self.next_data())
+        total = sum(1 for shape in self.shapes for _ in Net(shape).parameters())
+        for _ in range(rng.choice([0, 0, 1, 1, 2]) if not self.is_simple else 0):
+            yield Edit(rng.choice(_EDITS), frozenset(i for i in range(total) if self.maybe(0.3)))
+        if self.maybe(0.2) and not self.is_simple:
+            yield HookGradient(rng.randrange(total))
 
     def micro(self, no_sync: bool, is_last: bool) -> Micro:
         rng = self.rng
@@ -384,7 +413,9 @@ class _Draw:
             no_sync=no_sync,
             x_has_grad="grad" in kind or self.has_uneven_paths or self.maybe(0.5),
             infers_between=self.maybe(0.15),
-            bypasses_root=self.has_blocks and not any(s.has_root_parameters for s in self.shapes) and self.maybe(0.1),
+            bypasses_root=self.has_blocks
+            and not any(s.has_root_parameters or s.reads_elsewhere for s in self.shapes)
+            and self.maybe(0.1),
             partial=rng.randrange(3),
         )
 
@@ -525,6 +556,10 @@ class _Reference:
             self._move_gradients()
         return seen
 
+    def leaf(self, position: int) -> Tensor:
+        """What autograd sees of a parameter."""
+        return self._copies[position]
+
     def _move_gradients(self) -> None:
         for master, p in zip(self.params, self._copies, strict=True):
             if master is not p and p.grad is not None:
@@ -567,6 +602,7 @@ class _Run:
         self.optimizer = getattr(torch.optim, kind)(self.params, **arguments)
         self.reference_optimizer = getattr(torch.optim, kind)(self.reference.params, **arguments)
         self.has_run_inexactly = case.num_ranks != 2 or case.precision in _COMPUTE or "fused" in arguments
+        self.hooks: dict[int, list[Any]] = {}
         self.num_backwards = 0
         self.is_unsynced = False
         self.may_keep_units = False  # where they stay whole after a forward, since its backward may never come
@@ -584,6 +620,8 @@ class _Run:
             Flip: self.flip,
             Load: self.load,
             Reset: lambda op: self.zero_grad(op.set_to_none),
+            Edit: self.edit,
+            HookGradient: self.hook_gradient,
         }[type(op)](op)
         self.check_at_rest(isinstance(op, Step))
 
@@ -620,8 +658,9 @@ class _Run:
                 outcome = _forward(self.models, op, self.rank, self.dtype)
             if outcome.loss.requires_grad:
                 outcome.loss.backward()
-        except _Broken:
-            pass
+        except (_Broken, KeyboardInterrupt):
+            for model in self.models:
+                assert all(type(param) is not Tensor for param in model.parameters())  # at rest to whoever asks
         if op.where == "backward":
             self.zero_grad(True)
 
@@ -660,6 +699,44 @@ class _Run:
             self.reference.params[position].requires_grad_(is_trained)
         self.reference.refresh()
 
+    @torch.no_grad()
+    def edit(self, op: Edit) -> None:
+        for params in (self.params, self.reference.params):
+            chosen = [p for i, p in enumerate(params) if i in op.positions]
+            if op.how == "in place":
+                for p in chosen:
+                    p.mul_(0.9).add_(0.01)
+            elif op.how == "data":
+                for p in chosen:
+                    p.data.mul_(0.9)
+            elif op.how == "foreach" and chosen:
+                torch._foreach_mul_(chosen, 0.9)
+            elif op.how == "assign":
+                for p in chosen:
+                    whole = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+                    p.data = whole.flip(0) if whole.ndim else whole * 0.9
+            elif op.how == "gathered":
+                with GatheredParameters(chosen):
+                    for p in chosen:
+                        p.data.mul_(0.9)
+            elif op.how == "mark_dirty":
+                for p in chosen:
+                    (p.to_local() if isinstance(p, DTensor) else p.data).mul_(0.9)
+        if op.how == "mark_dirty":
+            for model in self.models:
+                mark_dirty(model)
+        self.reference.refresh()
+        self.check_weights()
+
+    def hook_gradient(self, op: HookGradient) -> None:
+        if op.position in self.hooks:
+            for handle in self.hooks.pop(op.position):
+                handle.remove()
+            return
+        params = (self.params[op.position], self.reference.leaf(op.position))
+        if all(p.requires_grad for p in params):
+            self.hooks[op.position] = [p.register_hook(lambda gradient: gradient * 0.5) for p in params]
+
     def load(self, op: Load) -> None:
         for model, master in zip(self.models, self.reference.masters, strict=True):
             torch.manual_seed(op.data)
@@ -680,7 +757,7 @@ class _Run:
         calls = [Counter(v.block for s in model for v in s.visits) for rank in op.paths for model in rank]
         is_exact = op.kind == "plain" and op.forwards == 1 and self.num_backwards == 1
         is_exact = is_exact and all(count == 1 for counter in calls for count in counter.values())
-        is_exact = is_exact and not any(shape.is_tied for shape in self.case.shapes)
+        is_exact = is_exact and not any(shape.is_tied or shape.reads_elsewhere for shape in self.case.shapes)
         is_exact = is_exact and not any(_is_reentrant(s) for rank in op.paths for model in rank for s in model)
         if not is_exact and op.kind not in ("drop", "grad_only"):
             self.has_run_inexactly = True

@@ -139,27 +139,28 @@ class Slow(Net):
         return self.head(x)
 
 
+def _swap(model: nn.Module, others: dict[str, Tensor]) -> None:
+    """Exchange the values of a model with `others`, as averages are swapped in and out; no rank meets another here."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            before = param.detach().clone()
+            param.data.copy_(others[name])
+            others[name] = before
+
+
 @_SHARDED
 @on_ranks(2, timeout_s=120)
 def test_averages_swapped_in_and_out_never_reach_a_peer_that_still_computes(stage: int) -> None:
     twins = Twins(stage, Slow, collectives="host", timeout_s=30)
-    averages = {name: param.detach().clone().mul_(2) for name, param in twins.reference.named_parameters()}
-    for rank_that_is_late in (0, 1):
-        twins.model.delay_s = 0.1 if twins.rank == rank_that_is_late else 0.0
-        with torch.no_grad():
-            torch.testing.assert_close(twins.model(batch(9, 9)), twins.reference(batch(9, 9)))
-
-            def swap(model: nn.Module) -> None:
-                for name, param in model.named_parameters():
-                    before = whole(param).clone()
-                    param.data = averages[name]
-                    averages[name] = before
-
-            first = dict(averages)
-            swap(twins.model)
-            averages.update(first)
-            swap(twins.reference)
-            torch.testing.assert_close(twins.model(batch(9, 9)), twins.reference(batch(9, 9)))
+    models = (twins.model, twins.reference)
+    averages = [{name: param.detach().clone().mul_(2) for name, param in model.named_parameters()} for model in models]
+    for late_rank in (0, 1):
+        twins.model.delay_s = 0.1 if twins.rank == late_rank else 0.0
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(twins.model(batch(9, 9)), twins.reference(batch(9, 9)))
+            for model, others in zip(models, averages, strict=True):
+                _swap(model, others)
         twins.step()
 
 
