@@ -37,7 +37,8 @@ so:
 are `.grad` itself, not a picture of it (`parameter`); *saved weights* are places, not tensors, so that no backward reads
 released memory (`saved`).
 
-Files, from the ground up: `precision` and `world` (what all share), `partitioned_tensor`, `parameter`, `unit`, `grouping`,
-`schedule`, `reduction`, `reading`, `saved`, `hooks`, `state_dict`, `engine`. Around it: `optimizers`, `gathered_parameters` (whole weights on demand),
-`forward_method` (methods other than `forward`), `summary` (what is printed at the start).
+Files, from the ground up: `precision` and `world` (what all share), `partitioned_tensor`, `parameter`, `unit`,
+`grouping`, `schedule`, `reduction`, `reading`, `saved`, `hooks`, `state_dict`, `engine`. Around it: `optimizers`,
+`gathered_parameters` (whole weights on demand), `forward_method` (methods other than `forward`), `summary` (what is
+printed at the start).
 """
