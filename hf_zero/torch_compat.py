@@ -154,11 +154,9 @@ def top_saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], T
     return None if top is None else (top[0], top[1])
 
 
-def pop_saved_tensor_hooks(pack: Callable[[Tensor], Any]) -> None:
-    """Undo `push_saved_tensor_hooks`, if its hooks are still on top."""
-    top = top_saved_tensor_hooks()
-    if top is not None and top[0] == pack:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+def pop_saved_tensor_hooks() -> None:
+    """Take the hooks on top away."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,16 @@ from hf_zero.engine.grouping import Found, find_parameters, group
 from hf_zero.engine.hooks import Call, Entry, Hook, outdated, watch_plain_gradients
 from hf_zero.engine.parameter import ZeroParameter, at_rest_id
 from hf_zero.engine.partitioned_tensor import forget_owner, grad_hooks, post_accumulate_hooks, set_owner
-from hf_zero.engine.reading import Read, ReadableParameters, connected, in_graph, is_running, tensors_in
+from hf_zero.engine.reading import (
+    Read,
+    ReadableParameters,
+    connected,
+    in_graph,
+    is_function_running,
+    is_method_running,
+    is_running,
+    tensors_in,
+)
 from hf_zero.engine.reduction import LocalReducer, Reducer, WholeReducer, ways
 from hf_zero.engine.schedule import GatherOrder, first_uses
 from hf_zero.engine.state_dict import CutStateDict
@@ -97,12 +107,14 @@ class ZeroEngine:
         self._reduction_order: list[int] = []
         self.kept_for_backward: set[int] = set()
         self._watched: set[int] = set()
+        self._thread = 0  # on which the forward under way runs
         self._roots: list[nn.Module] = []  # whose forwards are under way: the model, or parts that hold units
         self._reads: dict[
             tuple[int, bool], Tensor
         ] = {}  # (id(ZeroParameter), in the graph): what was read outside its call
         self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
-        self._is_stepping = False
+        self._stepping: object = None  # the optimizer whose step is under way
+        self._has_read = False  # since ranks last met before a change of parameters
         self._is_syncing = True
         with torch.inference_mode(False):
             self.anchor = torch.zeros((), device=world.device, requires_grad=True)
@@ -153,6 +165,7 @@ class ZeroEngine:
                 module.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
             )
         self._structure = _structure_of(model)
+        self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         after_load = Hook(self._after_load)
         self._handles.append(model.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
@@ -231,16 +244,21 @@ class ZeroEngine:
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._roots and is_running(self._roots[0]) < self._roots.count(self._roots[0]) + (module is self._roots[0]):
             self._abandon_forward()  # see `settle`
+        self._thread = threading.get_ident()
         self._roots.append(module)
         if len(self._roots) > 1 or torch_compat.in_backward():
             return None
         self._recover()
         model = self._model()
         if module is model and self._structure != _structure_of(module):
+            if is_function_running("functional_call"):
+                self._roots.clear()
+                raise UsageError(
+                    "torch.func.functional_call puts other tensors into the modules of a partitioned model for one call, which "
+                    "the engine cannot tell from new parameters: call it on a whole copy (`copy.deepcopy` before shard_model)"
+                )
             return self._start_anew(module, args, kwargs)
         self._check_dtypes()
-        if self._is_stepping:  # an optimizer's step that raised
-            self._edited.update(dict.fromkeys(self.parameters))
         for entry in self._entries:
             entry.reset(self)
         self._drop_gathered()  # if the last forward had no backward, or failed on some ranks only
@@ -258,7 +276,11 @@ class ZeroEngine:
         """The model has other parameters than before: partition them, and run this forward under a new engine."""
         self.close()
         logger.info("the model has other parameters than when it was partitioned: they are partitioned now")
-        return None if self._copied_as is None else copy.deepcopy(self._copied_as)(module, args, kwargs)
+        if self._copied_as is None:
+            return None
+        late = copy.deepcopy(self._copied_as)
+        late.known_buffers = self._buffers
+        return late(module, args, kwargs)
 
     def _check_dtypes(self) -> None:
         for p in self.parameters:
@@ -303,6 +325,7 @@ class ZeroEngine:
         known = self._reads.get((id(p), is_traced))
         if known is None:
             self._flush_edits()
+            self._has_read = True
             unit = self._unit_of[id(p)]
             whole = unit.read_whole(p)
             known = in_graph(self, Read(p, unit.epoch), whole) if is_traced else whole
@@ -316,11 +339,11 @@ class ZeroEngine:
         if self._session is not None and not self._session.is_dead and torch_compat.in_backward():
             return True
         self.settle()
-        return bool(self._roots)
+        return bool(self._roots) and self._thread == threading.get_ident()
 
     def settle(self) -> None:
         """Put everything at rest, if a forward was under way that Ctrl-C has ended: torch does not run its hooks then."""
-        if self._roots and not is_running(self._roots[0]):
+        if self._roots and self._thread == threading.get_ident() and not is_running(self._roots[0]):
             self._abandon_forward()
 
     def whole_at_rest(self, param: Tensor) -> Tensor:
@@ -362,6 +385,7 @@ class ZeroEngine:
         if self._session is not None and self._session.is_dead:
             self._recover()
         self._flush_edits()
+        self._has_read = True
         for unit in call.units:
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
@@ -536,7 +560,7 @@ class ZeroEngine:
 
     def _accumulate_whole(self, unit: Unit, gradients: dict[int, Tensor], session: _Session) -> None:
         """Stages 0 and 1: gradients stay whole until the last backward of a step, and until the unit's last call."""
-        for p in unit.parameters:
+        for p in unit.trainable():
             if id(p) in gradients:
                 grad = gradients[id(p)]
                 p.add_whole_grad(grad, self.world.precision.reduce_for(grad.dtype))
@@ -648,27 +672,31 @@ class ZeroEngine:
 
     # --- changes of parameters ----------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: object) -> None:
         """An optimizer that holds parameters of this engine is about to step, on every rank."""
         self._before_write("the optimizer's step")
-        self._is_stepping = True
+        self._stepping = optimizer
 
     def before_edit(self, param: Tensor) -> None:
         """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
         p = self._by_param[id(param)]
-        if self._is_stepping or p.is_whole_elsewhere:
-            return  # of an optimizer; inside `GatheredParameters`
-        self._before_write(f"an edit of {p.name!r}")
+        if p.is_whole_elsewhere:
+            return  # inside `GatheredParameters`
+        if (
+            self._stepping is None or self._has_read
+        ):  # an optimizer's step has met already, unless it has run the model since
+            self._before_write(f"an edit of {p.name!r}")
         self._edited[p] = None
 
     def _before_write(self, what: str) -> None:
+        self._has_read = False
         if self.world.collectives is not None and any(unit.is_shared for unit in self.units):
             self.world.collectives.before_write(what)
 
     def on_step(self, params: Iterable[Tensor]) -> None:
         """An optimizer that holds `params` has stepped, on every rank."""
         held = [p for p in map(self.find, params) if p is not None]
-        self._is_stepping = False
+        self._stepping = None
         self.on_rows_changed([p for p in held if p.param.requires_grad or p.param.grad is not None])
         if held:
             self._drop_gathered()  # also units without anything that has changed
@@ -685,6 +713,9 @@ class ZeroEngine:
                 unit.changed(members)
 
     def _flush_edits(self) -> None:
+        if self._stepping is not None and not is_method_running(self._stepping):
+            self._stepping = None
+            self._edited.update(dict.fromkeys(self.parameters))  # a step that raised may have changed any of them
         if self._edited:
             self.on_rows_changed(list(self._edited))
 

@@ -52,6 +52,7 @@ class Call:
         self.is_done = False  # its gradients have come, at least once
         self.session: object | None = None  # the backward in which they came last
         self.saved_weights: SavedWeights | None = None  # while its forward runs
+        self.versions: list[int] = []  # of the whole tensors, as its forward began
         self.num_holders: list[int] = []  # of the memory of its releasable units, as its forward began
         self.gradients: dict[int, Tensor] = {}  # id(ZeroParameter) -> what has come of its whole gradient
         self.graph_task = -1  # the backward, or the one nested in it, in which the first gradient of an output came
@@ -145,6 +146,7 @@ class Entry:
             tensors = engine.whole_tensors(call)
         self._stack[-1] = (call, tensors)
         engine.install(call, tensors)
+        call.versions = [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
         releasable = [unit for unit in self.units if unit.is_releasable]
         if releasable and is_traced:
             call.saved_weights = SavedWeights(releasable, engine.make_whole_for_backward)
@@ -172,6 +174,7 @@ class Entry:
         if call.saved_weights is not None:
             call.saved_weights.end()
         engine.uninstall(call)
+        _check_unchanged(call, tensors)
         found = list(tensors_in(output))
         if copies := self._copies_of_views(found):
             output = replace_tensors(output, copies)
@@ -224,6 +227,15 @@ def reads_in_backward(module: nn.Module) -> bool:
     """
     is_plain = type(module) is nn.Embedding and module._parameters.keys() == {"weight"}
     return not is_plain or bool(module._modules) or "forward" in vars(module)
+
+
+def _check_unchanged(call: Call, tensors: list[Tensor]) -> None:
+    for p, tensor, version in zip(call.parameters, tensors, call.versions, strict=False):
+        if p.is_sharded and tensor._version != version:
+            raise UsageError(
+                f"parameter {p.name!r} was changed in place inside its module's forward, where modules see a gathered copy, "
+                "so the change would be lost: change it between forwards (nn.Embedding: without max_norm)"
+            )
 
 
 class _OnOutputGradient:

@@ -93,7 +93,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 _cut_loaded_states(optimizer)
                 _choose_fused(optimizer)
                 _step_on_rows(optimizer)
-            engine.before_step()
+            engine.before_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

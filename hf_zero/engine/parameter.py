@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.partitioned_tensor import PartitionedTensor, take_hooks_along
+from hf_zero.engine.partitioned_tensor import PartitionedTensor, UnreducedGradient, take_hooks_along
 from hf_zero.layout import RowLayout
 
 
@@ -100,24 +100,27 @@ class ZeroParameter:
 
     def push(self, owner: object, whole: Tensor) -> None:
         """Let the modules see `whole` under the parameter's name, until `pop(owner)`."""
+        before = self._seen[-1][1] if self._seen else self.param
         self._seen.append((owner, whole))
-        self._install(whole)
+        self._install(whole, before)
 
     def pop(self, owner: object) -> None:
         """Let the modules see what they saw before `push(owner, ...)`: an outer call's whole tensor, or the rows."""
         seen = self._seen
         if seen and seen[-1][0] is owner:
-            seen.pop()
-            self._install(seen[-1][1] if seen else self.param)
+            _, whole = seen.pop()
+            self._install(seen[-1][1] if seen else self.param, whole)
         elif seen:
             self._seen = [entry for entry in seen if entry[0] is not owner]
 
-    def _install(self, tensor: Tensor) -> None:
+    def _install(self, tensor: Tensor, before: Tensor) -> None:
+        """Put `tensor` where `before` is: what a user has assigned meanwhile stays."""
         if self._is_in_rnn:
             put(self.locations, tensor)
         else:
             for module, attribute in self.locations:
-                module._parameters[attribute] = tensor  # type: ignore[assignment]
+                if module._parameters.get(attribute) is before:
+                    module._parameters[attribute] = tensor  # type: ignore[assignment]
 
     @cached_property
     def _is_in_rnn(self) -> bool:
@@ -173,7 +176,7 @@ class ZeroParameter:
         param.grad = None
         if param.dtype != own.dtype:
             param.grad_dtype = own.dtype
-        param.grad = torch_compat.wrap_partial(own, param, self.averages) if isinstance(param, DTensor) else own
+        param.grad = UnreducedGradient.over(own, param, self.averages) if isinstance(param, DTensor) else own
         self._has_local_grad = True
 
     def _is_local(self, grad: Tensor | None) -> bool:

@@ -120,6 +120,15 @@ class PartitionedTensor(DTensor):
             tensor._before_edit()
         if not written and torch.is_grad_enabled():
             _check_plain_operands(given, func, args, kwargs)
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and (drawn := _draw_whole(func, args, kwargs, written)) is not None
+        ):
+            return drawn
+        if func is torch.ops.aten._foreach_copy_.default:
+            for target, source in zip(args[0], args[1], strict=True):
+                _plain(target).copy_(_plain(source))
+            return None
         plain_args, plain_kwargs = pytree.tree_map_only(PartitionedTensor, PartitionedTensor._plain, (args, kwargs))
         try:
             result = func(*plain_args, **plain_kwargs)
@@ -132,7 +141,7 @@ class PartitionedTensor(DTensor):
         if func.is_view or func is torch.ops.aten.detach.default:
             view = functools.partial(_as_view, base=given[0])
             return pytree.tree_map_only(DTensor, view, result)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not func._schema.name.endswith("_like"):
             return pytree.tree_map_only(DTensor, _as_computed, result)
         return result
 
@@ -219,6 +228,27 @@ class PartitionedTensor(DTensor):
         )
 
 
+class UnreducedGradient(DTensor):
+    """What `.grad` is under `no_sync` in stage 1: this rank's whole gradient, with the placement `Partial`."""
+
+    @classmethod
+    def over(cls, whole: Tensor, parameter: DTensor, averages: bool) -> UnreducedGradient:
+        """A gradient of the shape of `parameter` over this rank's own `whole`."""
+        plain = torch_compat.wrap_partial(whole, parameter, averages)
+        return cast(UnreducedGradient, cls.__new__(cls, plain._local_tensor, plain._spec, requires_grad=False))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """As `DTensor`, which has no way to clear a list of such gradients, as `zero_grad` of fused optimizers does."""
+        if func is torch.ops.aten._foreach_zero_.default:
+            for tensor in args[0]:
+                torch_compat.local_of(tensor).zero_()
+            return None
+        plain = pytree.tree_map_only(cls, lambda t: torch_compat.wrap_like(t._local_tensor, t), (args, kwargs or {}))
+        result = func(*plain[0], **plain[1])
+        return args[0] if isinstance(result, Tensor) and _writes_of(func) else result
+
+
 def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """What `register_hook` has been given for a parameter that autograd never reaches."""
     return [*vars(param).get("_zero_hooks", {}).values(), *(param._backward_hooks or {}).values()]
@@ -247,8 +277,33 @@ def _register(tensor: Tensor, name: str, hook: Any) -> RemovableHandle:
     return handle
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor._plain() if isinstance(tensor, PartitionedTensor) else tensor
+
+
+def _draw_whole(func: Any, args: Any, kwargs: Any, written: list[PartitionedTensor]) -> Tensor | None:
+    """Draw random numbers for the whole tensor and keep this rank's rows, as an unsharded model would draw them.
+
+    On rows alone, ranks with equal generators would draw the same rows.
+    """
+    subject = args[0] if args else None
+    if not isinstance(subject, PartitionedTensor) or not any(placement.is_shard() for placement in subject.placements):
+        return None
+    is_like = func._schema.name.endswith("_like")
+    if not is_like and written != [subject]:
+        return None
+    whole = func(torch.empty(subject.shape, dtype=subject.dtype, device=subject.device), *args[1:], **kwargs)
+    layout = RowLayout(tuple(subject.shape), subject.device_mesh.size())
+    rows = layout.rows_of(whole, subject.device_mesh.get_local_rank())
+    if is_like:
+        return torch_compat.wrap_like(rows.clone(), subject)
+    subject._local_tensor.copy_(rows)
+    return subject
+
+
 def _as_view(result: DTensor, base: PartitionedTensor) -> PartitionedTensor:
     view = PartitionedTensor._like(result)
+    vars(view).update(vars(base))  # `module.to` makes a parameter of such a view, and swaps it with the old one
     view._zero_base = base._zero_param
     local, own = result._local_tensor, base._local_tensor
     view._zero_is_copy = (

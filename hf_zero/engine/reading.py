@@ -135,6 +135,26 @@ def is_running(module: nn.Module) -> int:
     return count
 
 
+def is_method_running(owner: object) -> bool:
+    """Whether a method of `owner` is under way on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get("self") is owner and frame.f_code.co_name != "before_step":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_function_running(name: str) -> bool:
+    """Whether a function of that name is under way on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def tensors_in(output: Any, depth: int = 3) -> Iterator[Tensor]:
     """The tensors of what a module returns, in objects that torch's trees do not know too (plain dataclasses)."""
     for leaf in pytree.tree_leaves(output):

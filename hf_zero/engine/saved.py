@@ -33,6 +33,12 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
+def _top() -> object:
+    """Whose saved-tensor hooks are in force now; None: nobody's."""
+    top = torch_compat.top_saved_tensor_hooks()
+    return None if top is None else getattr(top[0], "__self__", top)
+
+
 class SavedWeights:
     """Saved-tensor hooks of one running call, where nobody has put others.
 
@@ -44,18 +50,20 @@ class SavedWeights:
     def __init__(self, units: Sequence[Unit], make_whole: Callable[[Unit, int], None]) -> None:
         self._ranges = [(unit.address, unit.address + unit.buffer_nbytes, unit) for unit in units]
         self._make_whole = make_whole
-        top = torch_compat.top_saved_tensor_hooks()
-        outer = None if top is None else getattr(top[0], "__self__", None)
+        self._is_ended = False
+        outer = _top()
         if isinstance(outer, SavedWeights):
             self._ranges += outer._ranges
         # Hooks of others are left alone: a checkpoint's hold no tensors, and count those of the recomputation.
-        self.is_active = top is None or isinstance(outer, SavedWeights)
+        self.is_active = outer is None or isinstance(outer, SavedWeights)
         if self.is_active:
             torch_compat.push_saved_tensor_hooks(self._pack, self._unpack)
 
     def end(self) -> None:
-        """Take the hooks away, if they are on top."""
-        torch_compat.pop_saved_tensor_hooks(self._pack)
+        """Take the hooks away; with those that have ended below others before, where Ctrl-C has ended all of them."""
+        self._is_ended = True
+        while isinstance(top := _top(), SavedWeights) and top._is_ended:
+            torch_compat.pop_saved_tensor_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:
         is_plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
@@ -63,11 +71,17 @@ class SavedWeights:
         for start, end, unit in self._ranges:
             if start <= address < end:
                 return _Place(unit, unit.epoch, address - start, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return tensor.detach()  # not itself: an output would hold its own graph
+        return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is _Place:
             self._make_whole(packed.unit, packed.epoch)
             return packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
-        result: Tensor = packed
-        return result
+        saved: Tensor
+        saved, version = packed  # a detached tensor counts its writes together with its source
+        if saved._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                f"shape {tuple(saved.shape)}, at version {saved._version}, was saved at version {version}"
+            )
+        return saved

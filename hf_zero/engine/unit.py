@@ -277,10 +277,11 @@ class Unit:
         """Give the memory back, if no one holds a lease and the unit does not stay whole."""
         if self._leases or self.is_kept or self.keeps_whole or self.residency is Residency.RELEASED:
             return
-        if self.is_shared or self.is_held:
+        if self.is_shared:
             return  # until its parameters change
         self._wait()
-        self._memory.give_back(self._storage)
+        if not self.is_held:  # its memory stays, but it is gathered like others: a rank alone may hold it
+            self._memory.give_back(self._storage)
         self.residency = Residency.RELEASED
 
     def whole_tensors(self) -> list[Tensor]:
@@ -299,7 +300,7 @@ class Unit:
         """One whole parameter in the compute dtype: in this unit's memory where that stays, else in memory of its own."""
         if p not in self._buffered:
             return p.local.detach()
-        if not self.is_releasable:
+        if self.keeps_whole or self.is_shared:
             lease = self.acquire()
             whole = self._slots[id(p)].whole.data
             lease.give_back()
@@ -317,7 +318,7 @@ class Unit:
             self.start_gather(parameters)
             if torch_compat.is_profiling():
                 self._wait()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does
-        elif self._leases or self.is_shared or self.is_held:
+        elif self._leases or self.is_shared:
             self._wait()
             self._stale += [p for p in parameters if p not in self._stale]
             self.residency = Residency.RELEASED  # a graph may still hold the old bytes; the next use gathers again

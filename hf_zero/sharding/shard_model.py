@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def shard_model(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def start_engine(model: nn.Module, world: World) -> ZeroEngine:
+def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] = ()) -> ZeroEngine:
     """Partition what is not partitioned yet, and make the engine; called by all ranks together.
 
     Inference mode is off here: a first forward may run in it, and parameters made in it could never be trained.
@@ -85,7 +85,7 @@ def start_engine(model: nn.Module, world: World) -> ZeroEngine:
         _refuse_parameters_in_lists(model)
     agree_on_model(model, world)
     replaced = partition_parameters(model, world) + raise_to_master(model, world)
-    broadcast_buffers(model, world)
+    broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
     engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
     for old, name in replaced:
@@ -104,6 +104,7 @@ class LateEngine:
         self._load_handle = load_handle
         self._made_in = made_in or {}  # a deep copy of a plain parameter forgets its attributes
         self._is_done = False
+        self.known_buffers: Collection[int] = ()  # that the ranks have had from rank 0 before, by id
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Make the engine, and let it see this call, since its own hooks come too late for it."""
@@ -120,7 +121,7 @@ class LateEngine:
         for name, param in module.named_parameters():
             if name in self._made_in:
                 param._zero_made_in = self._made_in[name]  # type: ignore[attr-defined]
-        return start_engine(module, self.world).enter_root_late(module, args, kwargs)
+        return start_engine(module, self.world, self.known_buffers).enter_root_late(module, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateEngine:
         return LateEngine(self.world, self._made_in)
@@ -297,10 +298,11 @@ def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, 
     return replaced
 
 
-def broadcast_buffers(model: nn.Module, world: World) -> None:
+def broadcast_buffers(model: nn.Module, world: World, known: Collection[int]) -> None:
     """Give every rank the buffers of rank 0, once; they are not kept equal afterwards."""
     for name, buffer in model.named_buffers():
-        world.broadcast(buffer, name)
+        if id(buffer) not in known:
+            world.broadcast(buffer, name)
 
 
 def _world_at_rest(model: nn.Module) -> World | None:

@@ -629,3 +629,146 @@ def test_sparse_embeddings_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3))
     with pytest.raises(zero.PartitionError, match=r"'0' is an Embedding with sparse=True"):
         zero.shard_model(model, {"stage": 3})
+
+
+# ---- found by others -------------------------------------------------------------------------------------------------
+
+
+@_SHARDED
+@on_ranks(2)
+def test_functional_call_is_refused_and_leaves_the_model_alone(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    other = nn.Parameter(torch.randn(3, 5))
+    before = other.detach().clone()
+    with pytest.raises(zero.UsageError, match="functional_call"):
+        torch.func.functional_call(twins.model, {"head.weight": other}, (twins.own(),))
+    assert torch.equal(other, before)
+    twins.step(2)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_random_edits_draw_what_the_plain_model_would_draw(stage: int) -> None:
+    def redraw(model: nn.Module) -> None:
+        torch.manual_seed(3)
+        nn.init.xavier_uniform_(model.blocks[1].up.weight)
+        model.enter.weight.data.normal_(0, 0.5)
+        with torch.no_grad():
+            model.head.weight.add_(torch.randn_like(model.head.weight), alpha=0.1)
+
+    twins = Twins(stage)
+    _both(twins, redraw)
+    twins.step()
+
+
+@_EXCHANGES
+@_SHARDED
+@on_ranks(2)
+def test_steps_that_change_other_parameters_or_run_the_model_are_seen(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives, timeout_s=20)
+    twins.optimizers = []
+    for model in (twins.model, twins.reference):
+        optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda *_, model=model: model.head.weight.data.mul_(0.5))
+        twins.optimizers.append(optimizer)
+    twins.step(2)
+    twins.assert_same_output()
+    for optimizer, model in zip(twins.optimizers, (twins.model, twins.reference), strict=True):
+
+        def closure(model: nn.Module = model) -> Tensor:
+            with torch.no_grad():
+                model(batch(5, 5))
+                return model(batch(6, 6)).sum()
+
+        optimizer.zero_grad()
+        twins.loss(model, batch(1, 1)).backward()
+        optimizer.step(closure)
+        model.zero_grad()
+    assert_same(twins.model, twins.reference)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_what_is_assigned_frozen_or_converted_between_passes_stays(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    loss = twins.loss(twins.model, twins.own())
+    twins.model.head.requires_grad_(False)
+    loss.backward()
+    twins.model.head.requires_grad_(True)
+    twins.model.zero_grad()
+    twins.step()
+    calls: list[int] = []
+    twins.model.head.weight.register_hook(lambda grad: calls.append(1))
+    twins.model.head.weight.no_decay = True
+    twins.model.float().to("cpu")
+    twins.step()
+    assert calls == [1] and twins.model.head.weight.no_decay
+    loss = twins.loss(twins.model, twins.own())
+    new = nn.Parameter(torch.ones(3, 5))
+    twins.model.head.weight = new
+    loss.backward()
+    assert twins.model.head.weight is new
+
+
+class Careless(Net):
+    """Changes what autograd needs, or its own weights, inside its forward."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return self.head(self.blocks[0](x))
+
+
+class CarelessBlock(Block):
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).sigmoid()
+        y = self.down(hidden)
+        if self.how == "activation":
+            hidden.mul_(2)
+        if self.how == "weight":
+            with torch.no_grad():
+                self.up.weight.mul_(0.5)
+        return y
+
+
+def _careless() -> nn.Module:
+    model = Careless()
+    model.blocks = nn.ModuleList(CarelessBlock(5) for _ in range(2))
+    return model
+
+
+@_SHARDED
+@on_ranks(2)
+def test_changes_inside_a_forward_are_errors(stage: int) -> None:
+    twins = Twins(stage, _careless, prefetch_bytes=0)
+    twins.model.blocks[0].how = "weight"
+    with pytest.raises(zero.UsageError, match=r"'blocks.0.up.weight' was changed in place inside"):
+        twins.model(twins.own())
+    twins.model.blocks[0].how = "activation"
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square_loss(twins.model, twins.own()).backward()
+
+
+@on_ranks(2)
+def test_a_view_kept_on_one_rank_only_changes_no_exchange() -> None:
+    twins = Twins(3, prefetch_bytes=0, timeout_s=10)
+    kept: list[Tensor] = []
+    if twins.rank == 0:
+        twins.model.blocks[1].up.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()[0]))
+    twins.step(3)
+
+
+@on_ranks(2)
+def test_gradients_under_no_sync_are_cleared_by_fused_optimizers() -> None:
+    twins = Twins(1)
+    optimizer = torch.optim.AdamW(twins.model.parameters(), fused=True)
+    with twins.model.no_sync():
+        twins.loss(twins.model, twins.own()).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(param.grad.to_local().any() for param in twins.model.parameters())
+    twins.step()
