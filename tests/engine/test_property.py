@@ -885,8 +885,8 @@ def replay(seed: int, num_ranks: int) -> None:
 
 
 def _jobs() -> list[tuple[int, range]]:
-    """(ranks, seeds) of each test: 180 seeds on 2 ranks, 20 on 3."""
-    jobs = [(2, range(start, start + _SEEDS_A_JOB)) for start in range(0, 180, _SEEDS_A_JOB)]
+    """(ranks, seeds) of each test: 120 seeds on 2 ranks, 20 on 3."""
+    jobs = [(2, range(start, start + _SEEDS_A_JOB)) for start in range(0, 120, _SEEDS_A_JOB)]
     return [*jobs, (3, range(1000, 1020))]
 
 

@@ -380,7 +380,7 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize("checkpointing", ["", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
+@pytest.mark.parametrize("prefetch_bytes", [0, pytest.param(2**20, marks=pytest.mark.slow)])
 @_EXCHANGES
 @_SHARDED
 @on_ranks(2)
