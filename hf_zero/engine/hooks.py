@@ -198,14 +198,14 @@ class Entry:
         }
 
     def _find_holders(self, call: Call, num_outputs: int) -> None:
-        """Keep a unit whole for good if somebody has kept a view of its memory, see [Note: saved weights]."""
+        """Keep the memory of a unit for good if somebody has kept a view of it, see [Note: saved weights]."""
         releasable = [unit for unit in self.units if unit.is_releasable]
         for unit, before in zip(releasable, call.num_holders, strict=False):
             if unit.num_holders() > before + num_outputs and not sys.exc_info()[1]:
                 unit.is_held = True
                 logger.warning(
                     "a view of the parameters of %r outlives their module's call (an attribute, a custom function's "
-                    "context): the unit stays whole from now on",
+                    "context): its memory stays from now on",
                     unit.name,
                 )
 

@@ -5,7 +5,7 @@ caught, by a value left in an attribute. The weights that it reads may have been
 is gone ends the process. So while a call runs, autograd's saved-tensor hooks replace every saved view of the unit's
 memory by its place in it, and when the backward needs it, the unit is made whole if it is not. What else holds such a
 view (an attribute, a custom function's `ctx`) is found by counting the holders of the memory before and after a call: the
-unit then stays whole for good. Memory that is never released (stages 0 to 2, memory that ranks share) needs none of this.
+memory then stays for good. Memory that is never released (stages 0 to 2, memory that ranks share) needs none of this.
 """
 
 from __future__ import annotations
