@@ -120,7 +120,7 @@ class HfZero(Engine):
         verify(folder, self.world)
         read_model(self.model, folder, self.world)
         plan, sources = LoadedState(folder, "optimizer", self.optimizer, self.model).install()
-        read_files([file.name for file in plan.files], plan.pieces, sources, folder, self.world.rank)
+        read_files([file.name for file in plan.files], plan.pieces, sources, folder, self.world.shard_rank)
 
     def export(self, folder: Path) -> None:
         """Every rank writes its rows."""

@@ -23,17 +23,15 @@ def measure_all(given: dict[str, Any]) -> dict[str, Any]:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    timings = {}
-    for collectives in all_collectives(device, _TIMEOUT_S):
+    ranks, timings = range(dist.get_world_size()), {}
+    for collectives in all_collectives(ranks, device, _TIMEOUT_S):
         found = [measure(collectives, size, given["repeats"]) for size in given["sizes"]]
         timings[collectives.name] = [[each.num_bytes, each.gather, each.reduce_scatter] for each in found]
-    chosen = make_collectives("auto", device, _TIMEOUT_S, Ledger())
-    assert chosen is not None
-    ranks = dist.get_world_size()
+    chosen = make_collectives("auto", ranks, device, _TIMEOUT_S, Ledger())
     is_first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
-    return {"ranks": ranks, "chosen": chosen.name, "reason": chosen.reason, "timings": timings} if is_first else {}
+    return {"ranks": len(ranks), "chosen": chosen.name, "reason": chosen.reason, "timings": timings} if is_first else {}
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
         model = setup.make_model()
     model = model.to(setup.device)
     engine = hf_zero.shard_model(model)
-    if exchange == "none" and engine.world.collectives is not None:
+    if exchange == "none":
         for kind in ("gather", "reduce_scatter"):
             setattr(engine.world.collectives, kind, lambda *_: Exchange("nothing", 0.0))
     training = _training(model, _adamw(model.parameters()), setup)

@@ -6,14 +6,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 
 from hf_zero import torch_compat
 from hf_zero.checkpoint.tensor_file import Source
-from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError
 
@@ -34,8 +31,7 @@ class BackgroundSaves:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        collectives = make_collectives("native", world.device, WRITING_S, Ledger())
-        self._own_world = replace(world, collectives=collectives, models=weakref.WeakSet())
+        self._own_world = world.beside(WRITING_S)
         self._kept: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: str | None = None
@@ -81,13 +77,12 @@ class BackgroundSaves:
         if self._thread is None:
             return
         status = _RUNNING if self._thread.is_alive() else _FAILED if self._error else _DONE
-        statuses = [(status,)] if self._world.collectives is None else self._statuses(status)
+        statuses = self._statuses(status)
         if all(status != _RUNNING for (status,) in statuses):
             self._end()
 
     def _statuses(self, status: int) -> list[tuple[int, ...]]:
-        assert self._world.collectives is not None
-        return [tuple(row) for row in self._world.collectives.agree([status], "the save in the background")]
+        return [tuple(row) for row in self._world.everyone.agree([status], "the save in the background")]
 
     def wait(self) -> None:
         """Wait for the save in progress, if there is one; called by all ranks together.

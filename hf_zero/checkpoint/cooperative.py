@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from hf_zero import torch_compat
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import WRITING_S
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece
 from hf_zero.checkpoint.tensor_file import Extent, Source, TensorFile, TensorInfo, read_layout, read_rows, write_rows
-from hf_zero.comm.collectives import Rows
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
 from hf_zero.layout import RowLayout
@@ -111,7 +109,8 @@ def attempt(work: Callable[[], object]) -> str | None:
 def _write_own(
     extents: Extents, name: str, folder: Path, file: TensorFile, plan: Plan, sources: Mapping[str, Source], world: World
 ) -> None:
-    extents[name] = write_rows(folder, file, plan.pieces, sources, world.rank)
+    writes = world.is_first_replica
+    extents[name] = write_rows(folder, file, plan.pieces, sources, world.shard_rank) if writes else []
 
 
 def _write_streamed(
@@ -134,15 +133,10 @@ def _write_streamed(
 
 
 def _gather(source: Source, name: str, world: World) -> Source:
-    layout = source.layout
-    if layout.num_ranks == 1:
+    if source.layout.num_ranks == 1:
         return source
-    assert world.collectives is not None
-    flat = torch.empty(layout.padded_numel, dtype=source.rows.dtype, device=source.rows.device)
-    start, stop = layout.local_span_in_chunk(world.rank)
-    flat[start:stop] = source.rows.reshape(-1)
-    world.collectives.gather([Rows(flat, layout)], name).wait()
-    return Source(flat[: layout.numel].view(layout.shape), RowLayout(layout.shape, 1))
+    whole = world.gather_whole(torch_compat.local_of(source.rows), source.layout, name)
+    return Source(whole, RowLayout(source.layout.shape, 1))
 
 
 def _rename(partial: Mapping[str, TensorFile], folder: Path) -> None:
@@ -153,7 +147,7 @@ def _rename(partial: Mapping[str, TensorFile], folder: Path) -> None:
 
 def shares_folder(folder: Path, world: World) -> bool:
     """Whether every rank sees what rank 0 writes into a folder; tested with a file of a random name."""
-    if world.collectives is None:
+    if world.num_ranks == 1:
         return True
     name = str(world.share(f".hf_zero_{uuid.uuid4().hex}", "the folder of a checkpoint"))
     problem = None
@@ -165,7 +159,7 @@ def shares_folder(folder: Path, world: World) -> bool:
         sees = path.is_file() and path.read_bytes() == name.encode()
     except OSError:
         sees = False
-    answers = world.collectives.agree([int(sees)], "a file in the folder of a checkpoint")
+    answers = world.everyone.agree([int(sees)], "a file in the folder of a checkpoint")
     problem = attempt(lambda: disk.remove_file(path)) if world.rank == 0 else None
     world.raise_together(problem, f"writing {folder}", CheckpointError)
     return all(answer for (answer,) in answers)

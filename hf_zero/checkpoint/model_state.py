@@ -78,7 +78,7 @@ def read_model(model: nn.Module, folder: Path, world: World) -> None:
     plan, names = shared
     sources = model_sources(model)
     with torch.no_grad():
-        problem = attempt(lambda: read_files(names, plan.pieces, sources, folder, world.rank))
+        problem = attempt(lambda: read_files(names, plan.pieces, sources, folder, world.shard_rank))
     world.raise_together(problem, f"reading weights of {folder}", CheckpointError)
     engine = engine_of(model)
     if engine is not None:

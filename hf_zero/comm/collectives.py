@@ -1,7 +1,7 @@
 """The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, reduce, broadcast, agree.
 
 Gathers and reductions return a handle to wait on later. An exchange that fails names the peer, the operation and the unit.
-`native`, `pairwise` and `host` implement it; `select` chooses between them.
+`alone`, `native`, `pairwise` and `host` implement it; `select` chooses between them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from hf_zero.comm.axis import Axis
 from hf_zero.comm.exchange import Exchange, Part, named
-from hf_zero.comm.ledger import Ledger
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
@@ -40,18 +39,13 @@ class Rows(NamedTuple):
 
 
 class Collectives(ABC):
-    """Exchanges over the ranks of one process group, counted in a ledger.
+    """Exchanges over the ranks of one axis, counted in a ledger. Ranks are counted from 0 within it.
 
     Gathers and reductions each have their own group (pairwise: their own tags), because all ranks keep the same order only
     within a kind. A rank that has no gradient for a unit reduces that unit later than the others do, after other gathers.
 
     Args:
-        group: for reductions; a separate group, so that other exchanges of the program cannot get in between.
-        gather_group: the same ranks, for gathers.
-        control_group: the same ranks over gloo, for agreements, which then need no device and can name a missing rank.
-        device: where the exchanged tensors live.
-        timeout_s: seconds that a single exchange may take.
-        ledger: counts the exchanges.
+        axis: the ranks.
 
     Attributes:
         name: its name in `ZeroConfig.collectives`.
@@ -66,27 +60,18 @@ class Collectives(ABC):
     sends_rows_as_given = False
     staging_bytes = 64 * 2**20
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        gather_group: dist.ProcessGroup,
-        control_group: dist.ProcessGroup,
-        device: torch.device,
-        timeout_s: float,
-        ledger: Ledger,
-    ) -> None:
-        self.group = group
-        self.gather_group = gather_group
-        self.control_group = control_group
-        self.device = device
-        self.timeout_s = timeout_s
-        self.ledger = ledger
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-        self.backend = str(dist.get_backend(group))
-        # Unnamed: PEFT takes any named mesh not called "fsdp" for tensor parallelism, and then uses local shapes.
-        # Over the default group: torch's DTensor caches treat equal meshes as one, so all of them must have the same group.
-        self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.mesh = axis.mesh
+        self.group = axis.group
+        self.gather_group = axis.gather_group
+        self.device = axis.device
+        self.timeout_s = axis.timeout_s
+        self.ledger = axis.ledger
+        self.ranks = axis.ranks
+        self.rank = axis.rank
+        self.num_ranks = len(axis.ranks)
+        self.backend = str(dist.get_backend(axis.group))
         self._sequence = 0
         self.reason = ""
         self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind
@@ -237,7 +222,7 @@ class Collectives(ABC):
         for peer, other in enumerate(heads):
             if not torch.equal(other, head):
                 raise CollectiveError(
-                    f"rank {self.rank} is at {label!r} ({len(values)} values), but rank {peer} is at "
+                    f"rank {self.ranks[self.rank]} is at {label!r} ({len(values)} values), but rank {self.ranks[peer]} is at "
                     f"{_decode(other)!r} ({int(other[0])} values): all ranks must make the same calls in the same order."
                 )
         if not values:
@@ -255,9 +240,9 @@ class Collectives(ABC):
         description = self._describe("agreement", label)
         rows = message.repeat(self.num_ranks, 1)
         (tag,) = self._tags("agreement", "", 1)
-        group = self.control_group
-        parts = [Part(self._receive(description, rows[peer], peer, tag, group), peer) for peer in self._peers()]
-        parts += [Part(self._send(description, message, peer, tag, group), peer) for peer in self._peers()]
+        group = self.axis.control_group
+        parts = [self._receive(description, rows[peer], peer, tag, group) for peer in self._peers()]
+        parts += [self._send(description, message, peer, tag, group) for peer in self._peers()]
         Exchange(description, timeout_s, parts).wait()
         return list(rows.unbind())
 
@@ -297,19 +282,19 @@ class Collectives(ABC):
 
     def _send(
         self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
-    ) -> dist.Work:
+    ) -> Part:
         try:
-            return (group or self.group).send([tensor], peer, tag)
+            return Part((group or self.group).send([tensor], peer, tag), self.ranks[peer])
         except RuntimeError as error:
-            raise named(error, description, peer, self.timeout_s) from error
+            raise named(error, description, self.ranks[peer], self.timeout_s) from error
 
     def _receive(
         self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
-    ) -> dist.Work:
+    ) -> Part:
         try:
-            return (group or self.group).recv([tensor], peer, tag)
+            return Part((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
         except RuntimeError as error:
-            raise named(error, description, peer, self.timeout_s) from error
+            raise named(error, description, self.ranks[peer], self.timeout_s) from error
 
 
 def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:

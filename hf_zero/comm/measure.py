@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from hf_zero.comm.axis import default_group
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.layout import RowLayout
 
@@ -64,29 +64,27 @@ def measure(collectives: Collectives, num_bytes: int, repeats: int = _REPEATS) -
 @dataclass(frozen=True)
 class _Choice:
     group: weakref.ref[object]
-    names: tuple[str, ...]
     chosen: str
     reason: str
 
 
-_choice: _Choice | None = None  # made for the current process group
+_choices: dict[tuple[tuple[int, ...], tuple[str, ...]], _Choice] = {}  # by ranks and names of candidates
 
 
 def fastest(candidates: Sequence[Collectives]) -> Collectives:
     """The candidate that exchanges units in the least time, the same on every rank.
 
-    Only candidates that are not far behind on small units are measured on large ones. This happens once per process group
-    and set of candidates; their ledgers are empty again afterwards.
+    Only candidates that are not far behind on small units are measured on large ones. This happens once for the same ranks
+    and candidates; their ledgers are empty again afterwards.
     """
-    global _choice
     if len(candidates) == 1:
         return candidates[0]
-    names = tuple(each.name for each in candidates)
-    if _choice is None or _choice.group() is not dist.group.WORLD or _choice.names != names:
-        assert dist.group.WORLD is not None
-        _choice = _Choice(weakref.ref(dist.group.WORLD), names, *_compare(candidates))
-    chosen = next(each for each in candidates if each.name == _choice.chosen)
-    chosen.reason = _choice.reason
+    key = (candidates[0].ranks, tuple(each.name for each in candidates))
+    choice = _choices.get(key)
+    if choice is None or choice.group() is not default_group():
+        choice = _choices[key] = _Choice(weakref.ref(default_group()), *_compare(candidates))
+    chosen = next(each for each in candidates if each.name == choice.chosen)
+    chosen.reason = choice.reason
     return chosen
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.axis import Axis
 from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange, Part, named
 
@@ -24,8 +24,8 @@ class NativeCollectives(Collectives):
 
     name = "native"
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, axis: Axis) -> None:
+        super().__init__(axis)
         self._coalesces = self.backend == "nccl"
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:

@@ -37,7 +37,7 @@ class PairwiseCollectives(Collectives):
                 targets = [item.flat[slice(*item.layout.local_span_in_chunk(peer))] for item in parcel]
                 message = targets[0] if len(targets) == 1 else targets[0].new_empty(sum(map(len, targets)))
                 if message.numel():
-                    parts.append(Part(self._receive(description, message, peer, tag), peer))
+                    parts.append(self._receive(description, message, peer, tag))
                     arrivals.append((targets, message))
                     received += message.nbytes
         own = [[item.flat[slice(*item.layout.local_span_in_chunk(self.rank))] for item in parcel] for parcel in parcels]
@@ -121,7 +121,7 @@ class PairwiseCollectives(Collectives):
                 lands = place == 0 and _lands_in_output(parcel)
                 message = parcel[0].output if lands else parcel[0].item.flat.new_empty(sum(lengths))
                 if message.numel():
-                    parts.append(Part(self._receive(description, message, peer, tag), peer))
+                    parts.append(self._receive(description, message, peer, tag))
                 for of_piece, values in zip(by_rank, torch.split(message, lengths), strict=True):
                     of_piece[peer] = values
             terms += zip(parcel, by_rank, strict=True)
@@ -142,7 +142,7 @@ class PairwiseCollectives(Collectives):
                     packed[id(tensors)] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
                 message = packed[id(tensors)]
                 if message.numel():
-                    parts.append(Part(self._send(description, message, peer, tag), peer))
+                    parts.append(self._send(description, message, peer, tag))
         return parts
 
 

@@ -1,19 +1,20 @@
-"""Which implementation of `Collectives` serves a model, and the process groups that it uses."""
+"""Which implementation of `Collectives` serves some ranks, and the process groups that nobody needs any more."""
 
 from __future__ import annotations
 
-import datetime
 import gc
 import logging
 import weakref
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_zero.comm import measure
+from hf_zero.comm.alone import AloneCollectives
+from hf_zero.comm.axis import Axis, default_group
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.host.many_hosts import SeveralHostsCollectives
 from hf_zero.comm.host.one_host import HostCollectives, connect
@@ -25,51 +26,50 @@ from hf_zero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S = 60.0
+_BY_NAME: dict[str, Callable[[Axis], Collectives]] = {
+    each.name: each for each in (PairwiseCollectives, NativeCollectives)
+}
 
 
-def make_collectives(choice: str, device: torch.device, timeout_s: float, ledger: Ledger) -> Collectives | None:
-    """Exchanges over all ranks of the default process group; None if there is only one rank, or no group.
+def make_collectives(
+    choice: str, ranks: Sequence[int], device: torch.device, timeout_s: float, ledger: Ledger
+) -> Collectives:
+    """Exchanges over these ranks, which all call this together, because it creates process groups.
 
-    "auto" measures the candidates (once per process group) and takes the fastest. "host" falls back to "pairwise", with a
-    warning, if ranks cannot share memory. All ranks must call this together, because it creates process groups.
+    "auto" measures the candidates (once for the same ranks) and takes the fastest. "host" falls back to "pairwise", with a
+    warning, if ranks cannot share memory.
+
+    Args:
+        choice: as in `ZeroConfig.collectives`.
+        ranks: their numbers in the program; this rank alone needs no process group.
+        device: where the exchanged tensors live.
+        timeout_s: seconds that a single exchange may take.
+        ledger: counts the exchanges.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    made = _make(choice, _given(device, timeout_s, ledger))
+    if len(ranks) == 1:
+        return AloneCollectives(ranks[0], device, ledger)
+    made = _make(choice, Axis.over(ranks, device, timeout_s, ledger))
     _close_unused_groups(made)
     return made
 
 
-def all_collectives(device: torch.device, timeout_s: float) -> list[Collectives]:
-    """Every implementation that can serve the default process group of several ranks; called by all of them together."""
-    given = _given(device, timeout_s, Ledger())
-    return _candidates(PairwiseCollectives(*given), given)[0]
+def all_collectives(ranks: Sequence[int], device: torch.device, timeout_s: float) -> list[Collectives]:
+    """Every implementation that can serve these ranks; called by all of them together."""
+    axis = Axis.over(ranks, device, timeout_s, Ledger())
+    return _candidates(PairwiseCollectives(axis), axis)[0]
 
 
-def _given(device: torch.device, timeout_s: float, ledger: Ledger) -> tuple[Any, ...]:
-    """The arguments of every implementation, with process groups made for them."""
-    # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer.
-    timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))
-    group, gather_group = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)
-    is_gloo = str(dist.get_backend(group)) == "gloo"
-    control_group = group if is_gloo else dist.new_group(timeout=timeout, backend="gloo")
-    return group, gather_group, control_group, device, timeout_s, ledger
-
-
-def _make(choice: str, given: tuple[Any, ...]) -> Collectives:
-    pairwise = PairwiseCollectives(*given)
+def _make(choice: str, axis: Axis) -> Collectives:
+    pairwise = PairwiseCollectives(axis)
     for rank, (other,) in enumerate(pairwise.agree([zlib.crc32(choice.encode())], "the choice of collectives")):
         if other != zlib.crc32(choice.encode()):
             raise ConfigError(
-                f"rank {pairwise.rank} has collectives: {choice}, but rank {rank} has another choice: "
+                f"rank {axis.ranks[axis.rank]} has collectives: {choice}, but rank {axis.ranks[rank]} has another choice: "
                 f"check the configuration, and the environment variable {COLLECTIVES_VARIABLE}"
             )
-    if choice == "pairwise":
-        return pairwise
-    if choice == "native":
-        return NativeCollectives(*given)
-    candidates, reason = _candidates(pairwise, given)
+    if choice in _BY_NAME:
+        return _BY_NAME[choice](axis)
+    candidates, reason = _candidates(pairwise, axis)
     if choice == "auto":
         return measure.fastest(candidates)
     if candidates[0].name != "host":
@@ -78,16 +78,16 @@ def _make(choice: str, given: tuple[Any, ...]) -> Collectives:
     return candidates[0]
 
 
-def _candidates(pairwise: Collectives, given: tuple[Any, ...]) -> tuple[list[Collectives], str]:
+def _candidates(pairwise: Collectives, axis: Axis) -> tuple[list[Collectives], str]:
     """What `auto` chooses from, and why `host` is not among them."""
-    native = NativeCollectives(*given)
+    native = NativeCollectives(axis)
     if pairwise.backend != "gloo":
         return [native], "the parameters are not in the host's memory"  # NCCL's own collectives are the right ones
     found = connect(pairwise)
     if isinstance(found, str):
         return [pairwise, native], found
     board, hosts = found
-    host = HostCollectives(board, *given) if len(hosts) == 1 else SeveralHostsCollectives(board, hosts, *given)
+    host = HostCollectives(board, axis) if len(hosts) == 1 else SeveralHostsCollectives(board, hosts, axis)
     return [host, pairwise, native], ""
 
 
@@ -96,6 +96,7 @@ class _Groups:
     """The process groups of one `Collectives`. They outlive it, because peers may still be in its last exchange."""
 
     owner: weakref.ref[Collectives]
+    ranks: tuple[int, ...]
     default_group: weakref.ref[dist.ProcessGroup]
     groups: tuple[weakref.ref[dist.ProcessGroup], ...]
 
@@ -106,16 +107,18 @@ _groups: list[_Groups] = []
 def _close_unused_groups(made: Collectives) -> None:
     """Close the groups of models that are gone on every rank: each group has threads that poll as long as it exists."""
     global _groups
-    world = dist.group.WORLD
+    world = default_group()
     assert world is not None
     _groups = [each for each in _groups if each.default_group() is world]  # torch has closed the others
-    if len(_groups) > 1:
+    same = [each for each in _groups if each.ranks == made.ranks]  # the same on all of these ranks, in the same order
+    if len(same) > 1:
         gc.collect()  # a dropped model may be part of a reference cycle
-    uses = [int(each.owner() is not None) for each in _groups]
-    in_use = [any(column) for column in zip(*made.agree(uses, "the models that are still in use"), strict=True)]
-    for each, is_used in zip(_groups, in_use, strict=True):
-        for group in () if is_used else each.groups:
-            dist.destroy_process_group(group())
-    _groups = [each for each, is_used in zip(_groups, in_use, strict=True) if is_used]
-    groups = {id(group): weakref.ref(group) for group in (made.group, made.gather_group, made.control_group)}
-    _groups.append(_Groups(weakref.ref(made), weakref.ref(world), tuple(groups.values())))
+    uses = [int(each.owner() is not None) for each in same]
+    reports = made.agree(uses, "the models that are still in use")
+    unused = [each for each, *is_used in zip(same, *reports, strict=True) if not any(is_used)]
+    for group in (group for each in unused for group in each.groups):
+        dist.destroy_process_group(group())
+    _groups = [each for each in _groups if each not in unused]
+    made_groups = (made.axis.group, made.axis.gather_group, made.axis.control_group)
+    groups = tuple({id(group): weakref.ref(group) for group in made_groups}.values())
+    _groups.append(_Groups(weakref.ref(made), made.ranks, weakref.ref(world), groups))

@@ -150,6 +150,8 @@ class ZeroConfig:
             whole gradients and keeps the rank's rows, "to_owner" reduces each rank's rows to it, with one reduce per rank.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only). This saves one gather, and takes the memory of all parameters.
+        replicate: replicas of the model ("hybrid"): parameters are cut over the ranks of one replica only, so that rows never
+            leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
         expected_world_size: ranks that the run must have; None: any number.
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
 
@@ -170,6 +172,7 @@ class ZeroConfig:
     timeout_s: float = 120.0
     reduce_scatter: bool | Literal["to_owner"] = True
     reshard_after_forward: bool = True
+    replicate: int = 1
     expected_world_size: int | None = None
     async_save: bool = False
 
@@ -181,6 +184,12 @@ class ZeroConfig:
                 "reshard_after_forward",
                 False,
                 f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
+            )
+        if self.replicate > 1 and not self.policy.shards_optimizer:
+            values.fail(
+                "replicate",
+                self.replicate,
+                f"has no effect in stage {self.stage}, where every rank is a replica; remove it, or use stage 1, 2 or 3",
             )
         if self.reduce_scatter is not True and not self.policy.shards_optimizer:
             values.fail(
@@ -323,6 +332,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "timeout_s": values.seconds,
     "reduce_scatter": values.reduce_scatter,
     "reshard_after_forward": values.boolean,
+    "replicate": partial(values.count, minimum=1),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
 }

@@ -139,16 +139,15 @@ class GatheredParameters:
         if item.whole.shape != item.param.shape:
             return False  # resized: it stays whole in its modules, and the old one is nobody's
         local = torch_compat.local_of(item.param)
-        rows = item.layout.rows_of(item.whole.detach(), item.world.rank)
-        collectives = item.world.collectives
-        assert collectives is not None
+        rows = item.layout.rows_of(item.whole.detach(), item.world.shard_rank)
+        everyone = item.world.everyone
         if self._modifier_rank is None:
             is_changed = not _same_bits(rows, local)
         else:
             is_changed = item.before is not None and not _same_bits(item.whole.detach(), item.before)
-        reports = collectives.agree([int(is_changed)], "the end of GatheredParameters")
+        reports = everyone.agree([int(is_changed)], "the end of GatheredParameters")
         if self._modifier_rank is not None and reports[self._modifier_rank][0]:
-            collectives.broadcast(item.whole.data, self._modifier_rank, "whole parameters")
+            everyone.broadcast(item.whole.data, self._modifier_rank, "whole parameters")
         if any(flag for (flag,) in reports) and not _same_bits(rows, local):
             local.copy_(rows)
         return any(flag for (flag,) in reports)

@@ -1,15 +1,8 @@
-"""One parameter's life: its rows at rest, its whole tensor while modules compute, its gradient. Sole writer of its storage.
-
-[Note: gradients under no_sync] In stages 0 and 1, a backward under `no_sync` leaves in `.grad` what it leaves there under
-DDP: this rank's own whole gradient. In stage 1 it is a `DTensor` with the placement `Partial`: torch's word for a tensor
-whose ranks' parts are still to be averaged. It *is* the accumulated gradient, not a picture of it: what users do to it
-(`mul_`, `zero_`, `= None`) counts, and what a rank cannot do alone (`clamp_`) is torch's error. Gradients that an earlier
-backward has reduced are added to it so that the average gives them back. The next backward outside `no_sync` takes it and
-reduces it.
-"""
+"""One parameter's life: its rows at rest, its whole tensor while modules compute, its gradient. Sole writer of its storage."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.partitioned_tensor import PartitionedTensor, UnreducedGradient, take_hooks_along
+from hf_zero.engine.partitioned_tensor import PartitionedTensor, take_hooks_along
 from hf_zero.layout import RowLayout
 
 
@@ -31,7 +24,8 @@ class ZeroParameter:
         name: its first qualified name in the model; `aliases` are the others of a tied parameter.
         param: what the module, the optimizer and the user hold at rest: a `DTensor` over this rank's rows (a plain
             tensor in stage 0 and at world size 1).
-        locations: the modules and attribute names that hold it.
+        holders: the modules that hold it, and the attributes' names. Weak: graphs refer to parameters, and a module that
+            keeps its output (`self.last = y`) keeps a graph.
         layout: how it is cut; one rank where it stays whole.
         rank: this rank.
         compute_dtype: dtype of the whole tensor that modules see.
@@ -40,19 +34,22 @@ class ZeroParameter:
 
     name: str
     param: nn.Parameter
-    locations: list[tuple[nn.Module, str]]
+    holders: list[tuple[weakref.ref[nn.Module], str]]
     layout: RowLayout
     rank: int
     compute_dtype: torch.dtype
     averages: bool = True
     aliases: list[str] = field(default_factory=list)
-    whole_grad: Tensor | None = None  # stages 0 and 1: this rank's own sum of the running backward
-    _owns_whole_grad: bool = False
-    _has_local_grad: bool = False  # `param.grad` holds what no backward has reduced yet
+    has_own_grad: bool = False  # `param.grad` is what no backward has reduced yet, see `accumulation`
     _seen: list[tuple[object, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dtype_at_rest = self.param.dtype
+
+    @property
+    def locations(self) -> list[tuple[nn.Module, str]]:
+        """The modules that hold it, and the attributes' names."""
+        return [(module, name) for holder, name in self.holders if (module := holder()) is not None]
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -142,65 +139,6 @@ class ZeroParameter:
     def _as_gradient(self, rows: Tensor) -> Tensor:
         param = self.param
         return torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
-
-    def add_whole_grad(self, grad: Tensor, dtype: torch.dtype) -> None:
-        """Add this rank's own whole gradient of one use in the running backward (stages 0 and 1).
-
-        Args:
-            grad: the whole shape, as autograd made it; never written to.
-            dtype: in which the sum is kept.
-        """
-        if self.whole_grad is None:
-            self.whole_grad = as_dtype(grad, dtype).contiguous()
-            self._owns_whole_grad = self.whole_grad.data_ptr() != grad.data_ptr()
-        elif self._owns_whole_grad:
-            self.whole_grad.add_(grad)
-        else:  # autograd may have handed the same memory to somebody else
-            self.whole_grad = self.whole_grad + grad.to(dtype)
-            self._owns_whole_grad = True
-
-    def keep_whole_grad(self) -> None:
-        """Let `param.grad` hold the sum of a backward that was not to be reduced: see [Note: gradients under no_sync]."""
-        whole, self.whole_grad = self.whole_grad, None
-        if whole is None:
-            return
-        before, param = self.param.grad, self.param
-        if self._is_local(before):
-            torch_compat.local_of(before).add_(whole)  # type: ignore[arg-type]
-            return
-        own = whole if self._owns_whole_grad else whole.clone()
-        if before is not None:  # reduced by an earlier backward: the mean over ranks gives it back
-            rows = torch_compat.local_of(before)
-            factor = self.layout.num_ranks if self.averages else int(self.is_sharded or self.rank == 0)
-            self.layout.rows_of(own, self.rank).add_(rows, alpha=factor)
-        param.grad = None
-        if param.dtype != own.dtype:
-            param.grad_dtype = own.dtype
-        param.grad = UnreducedGradient.over(own, param, self.averages) if isinstance(param, DTensor) else own
-        self._has_local_grad = True
-
-    def _is_local(self, grad: Tensor | None) -> bool:
-        """Whether `.grad` is what `keep_whole_grad` has put there, perhaps edited since."""
-        if grad is None or not self._has_local_grad:
-            return False
-        return not isinstance(grad, DTensor) or grad.placements[0].is_partial()
-
-    def take_whole_grad(self) -> Tensor | None:
-        """What is to be reduced: the running backward's sum, and what earlier ones have left in `param.grad`."""
-        whole, self.whole_grad = self.whole_grad, None
-        before = self.param.grad
-        if self._is_local(before):
-            local = torch_compat.local_of(before)  # type: ignore[arg-type]
-            whole = local if whole is None else local.add_(whole)
-            self.param.grad = None
-            if self.param.grad_dtype != self.param.dtype:
-                self.param.grad_dtype = self.param.dtype
-        self._has_local_grad = False
-        return whole
-
-    def drop_whole_grad(self) -> None:
-        """Forget what a backward that broke off has added."""
-        self.whole_grad = None
 
 
 def at_rest_id(param: Tensor | None) -> int:

@@ -21,18 +21,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.unit import Unit
 
 
 class Reader(Protocol):
     """Who knows the whole tensors: the engine."""
-
-    anchor: Tensor
 
     def read(self, param: Tensor) -> Tensor:
         """The whole tensor of a parameter, if a forward or backward is under way; else the parameter itself."""
 
     def settle(self) -> None:
         """Put everything at rest, if a forward has ended without its hooks."""
+
+
+class Receiver(Protocol):
+    """Who gets the gradients: the backward."""
+
+    anchor: Tensor
 
     def on_read_gradient(self, read: Read, gradient: Tensor) -> None:
         """The gradient of a read is there."""
@@ -80,35 +85,36 @@ class Read:
 
     Attributes:
         parameter: which.
-        epoch: of its unit, when it was read.
+        unit: its unit.
+        epoch: of the unit, when it was read.
     """
 
-    def __init__(self, parameter: ZeroParameter, epoch: int) -> None:
-        self.parameter, self.epoch = parameter, epoch
+    def __init__(self, parameter: ZeroParameter, unit: Unit) -> None:
+        self.parameter, self.unit, self.epoch = parameter, unit, unit.epoch
 
 
 class _Read(torch.autograd.Function):
     """Puts a whole tensor into the graph; its backward hands its gradient to the engine."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, engine: Reader, whole: Tensor) -> Tensor:
-        ctx.read, ctx.engine = read, engine
+    def forward(ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, receiver: Receiver, whole: Tensor) -> Tensor:
+        ctx.read, ctx.receiver = read, receiver
         ctx.set_materialize_grads(False)
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
         if gradient is not None:
-            ctx.engine.on_read_gradient(ctx.read, gradient)
+            ctx.receiver.on_read_gradient(ctx.read, gradient)
         return None, None, None, None, None
 
 
-def in_graph(engine: Reader, read: Read, whole: Tensor) -> Tensor:
+def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
     """`whole` (of no other use) with the gradient function of a read."""
     with torch.no_grad():
         detached = whole.detach()
     leaf = connected(read.parameter)
-    result: Tensor = _Read.apply(engine.anchor, leaf, read, engine, detached)  # type: ignore[no-untyped-call]
+    result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, detached)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ def given_dtype(p: ZeroParameter, world: World) -> torch.dtype:
 
 def sent_dtype(p: ZeroParameter, world: World) -> torch.dtype:
     """The dtype in which a gradient travels."""
-    is_sent_as_given = world.collectives is not None and world.collectives.sends_rows_as_given
-    if is_sent_as_given and world.config.reduce_scatter is True:
+    if world.collectives.sends_rows_as_given and world.config.reduce_scatter is True:
         return given_dtype(p, world)
     return world.precision.reduce_for(p.compute_dtype)
 
@@ -87,6 +86,7 @@ def _check_trainable(fingerprints: Iterable[int]) -> None:
 class _InFlight:
     """A unit's gradients on their way: which parameter gets which rows, and which ones this rank has used."""
 
+    unit: str
     num_bytes: int
     exchanges: list[Exchange]
     results: list[tuple[ZeroParameter, Tensor, bool]]
@@ -94,7 +94,7 @@ class _InFlight:
 
 @dataclass(eq=False)
 class Reducer:
-    """Reduces the gradients of one backward pass.
+    """Reduces the gradients of one backward pass: within each replica, and then over the replicas.
 
     [Note: agreed reductions] Ranks may use different parameters: an expert that got no token, a branch not taken. All
     of them reduce the same units in the same order nevertheless; who has no gradient adds zeros. At the end they agree
@@ -103,7 +103,7 @@ class Reducer:
 
     Args:
         units: all units with a trainable parameter, by number.
-        world: the ranks; more than one.
+        world: the ranks.
         expected: the order of reductions, the same on every rank.
         ways: of every parameter of the model, trainable or not.
     """
@@ -115,6 +115,7 @@ class Reducer:
     _order: ReductionOrder = field(init=False)
     _gradients: dict[int, deque[dict[int, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
+    _between_replicas: deque[_InFlight] = field(default_factory=deque)
     _used: set[int] = field(default_factory=set)
     _unused: dict[int, Tensor] = field(default_factory=dict)
     given: dict[ZeroParameter, None] = field(default_factory=dict)  # what has got a gradient
@@ -149,7 +150,8 @@ class Reducer:
             self._reduce_leftover(leftover)
         while self._in_flight:
             self._complete()
-        assert self.world.collectives is not None
+        while self._between_replicas:
+            self._complete_replicas()
         self.world.collectives.settle()
         used_somewhere = 0
         for report in reports:
@@ -163,16 +165,16 @@ class Reducer:
 
     def abandon(self) -> None:
         """The backward broke off: wait for what is under way, and drop it."""
-        while self._in_flight:
-            for exchange in self._in_flight.popleft().exchanges:
+        for item in [*self._in_flight, *self._between_replicas]:
+            for exchange in item.exchanges:
                 exchange.wait()
+        self._in_flight.clear()
+        self._between_replicas.clear()
 
     def _start(self, index: int) -> None:
         unit = self.units[index]
         waiting = self._gradients.get(index)
         gradients = waiting.popleft() if waiting else {}
-        collectives = self.world.collectives
-        assert collectives is not None
         sharded: list[Rows] = []
         outputs: list[Tensor] = []
         summed: list[Tensor] = []
@@ -198,20 +200,19 @@ class Reducer:
         if sharded:
             exchanges.append(self._reduce_rows(sharded, outputs, unit.name))
         if summed:
-            exchanges.append(collectives.all_reduce(summed, unit.name))
-        self._in_flight.append(_InFlight(num_bytes, exchanges, results))
+            exchanges.append(self.world.everyone.all_reduce(summed, unit.name))
+        self._in_flight.append(_InFlight(unit.name, num_bytes, exchanges, results))
 
     def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
         """Begin the exchange that the configuration asks for."""
-        collectives = self.world.collectives
-        assert collectives is not None
+        collectives, divisor = self.world.collectives, self._divisor if self.world.replicas.num_ranks == 1 else 1
         match self.world.config.reduce_scatter:
             case True:
-                return collectives.reduce_scatter(items, outputs, unit, self._divisor)
+                return collectives.reduce_scatter(items, outputs, unit, divisor)
             case False:
-                return collectives.reduce_whole(items, outputs, unit, self._divisor)
+                return collectives.reduce_whole(items, outputs, unit, divisor)
             case "to_owner":
-                return collectives.reduce_to_owners(items, outputs, unit, self._divisor)
+                return collectives.reduce_to_owners(items, outputs, unit, divisor)
 
     @property
     def _divisor(self) -> int:
@@ -227,10 +228,29 @@ class Reducer:
         return sum(item.num_bytes for item in self._in_flight)
 
     def _complete(self) -> None:
-        """Wait for the oldest reduction and add its rows to the gradients."""
+        """Wait for the oldest reduction within the replica; its rows go on to the other replicas, or to the gradients."""
         item = self._in_flight.popleft()
         for exchange in item.exchanges:
             exchange.wait()
+        if self.world.replicas.num_ranks == 1:
+            self._add(item)
+            return
+        rows = [rows for p, rows, _ in item.results if p.is_sharded]
+        self._between_replicas.append(replace(item, exchanges=[self.world.replicas.all_reduce(rows, item.unit)]))
+        while len(self._between_replicas) > 1:
+            self._complete_replicas()
+
+    def _complete_replicas(self) -> None:
+        """Wait for the oldest sum over the replicas, and add its rows to the gradients."""
+        item = self._between_replicas.popleft()
+        for exchange in item.exchanges:
+            exchange.wait()
+        for p, rows, _ in item.results:
+            if p.is_sharded:
+                divide(rows, self._divisor)
+        self._add(item)
+
+    def _add(self, item: _InFlight) -> None:
         for p, rows, is_used in item.results:
             if not p.is_sharded:
                 divide(rows, self._divisor)
@@ -244,10 +264,9 @@ class Reducer:
     def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
         used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
         words = _words(used, len(self.ways))
-        assert self.world.collectives is not None
         trail = self.world.collectives.trail
         flags = [int(has_leftover), int(self._order.is_unexpected()), _fingerprint(parameters), trail]
-        rows = self.world.collectives.agree([*flags, *words], "the end of backward")
+        rows = self.world.everyone.agree([*flags, *words], "the end of backward")
         _check_trainable(row[2] for row in rows)
         if len({row[3] for row in rows}) > 1:
             raise CollectiveError(
@@ -262,8 +281,7 @@ class Reducer:
     def _reduce_leftover(self, leftover: list[int]) -> None:
         """Reduce units once more, as often as the rank that has most is waiting with them."""
         indices = sorted(self.units)
-        assert self.world.collectives is not None
-        rows = self.world.collectives.agree([leftover.count(index) for index in indices], "units reduced again")
+        rows = self.world.everyone.agree([leftover.count(index) for index in indices], "units reduced again")
         for index, *counts in zip(indices, *rows, strict=True):
             for _ in range(max(counts)):
                 self._start(index)
@@ -272,11 +290,10 @@ class Reducer:
         """The order of rank 0's backward, where any rank's went in another one than expected."""
         if not is_unexpected:
             return list(self.expected)
-        assert self.world.collectives is not None
         seen = self._order.seen()
-        lengths = self.world.collectives.agree([len(seen)], "length of the order of reductions")
+        lengths = self.world.everyone.agree([len(seen)], "length of the order of reductions")
         longest = max(length for (length,) in lengths)
-        rows = self.world.collectives.agree(seen + [-1] * (longest - len(seen)), "order of reductions")
+        rows = self.world.everyone.agree(seen + [-1] * (longest - len(seen)), "order of reductions")
         order = [index for index in rows[0] if index >= 0]
         return order + [index for index in self.expected if index not in order]
 
@@ -288,31 +305,6 @@ class _Report:
     has_leftover: bool
     is_unexpected: bool
     used: int
-
-
-@dataclass(eq=False)
-class LocalReducer:
-    """The same for one rank: nothing to reduce, so a gradient is added where it comes."""
-
-    world: World
-    given: dict[ZeroParameter, None] = field(default_factory=dict)
-
-    def ready(self, unit: Unit, gradients: dict[int, Tensor]) -> None:
-        """Add a unit's gradients to `.grad`."""
-        for p in unit.trainable():
-            grad = gradients.get(id(p))
-            if grad is not None:
-                own = grad.to(self.world.precision.reduce_for(grad.dtype))
-                # Autograd may hand one tensor to several parameters.
-                p.add_grad((own.clone() if own is grad else own).reshape(-1))
-                self.given[p] = None
-
-    def finish(self) -> list[int]:
-        """Nothing is left to do."""
-        return []
-
-    def abandon(self) -> None:
-        """Nothing is under way."""
 
 
 @dataclass(eq=False)
@@ -329,13 +321,11 @@ class WholeReducer:
 
     def finish(self) -> None:
         """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`."""
-        collectives = self.world.collectives
-        assert collectives is not None
         trainable = [p for p in self.parameters if p.param.requires_grad]
         has = [id(p) in self._touched and p.param.grad is not None for p in trainable]
         used = sum(1 << position for position, is_used in enumerate(has) if is_used)
         words = _words(used, len(self.parameters))
-        rows = collectives.agree([_fingerprint(trainable), *words], "the end of backward")
+        rows = self.world.everyone.agree([_fingerprint(trainable), *words], "the end of backward")
         _check_trainable(row[0] for row in rows)
         anywhere = [0] * len(words)
         for _, *row in rows:
@@ -355,9 +345,8 @@ class WholeReducer:
             self._average(bucket)
 
     def _average(self, gradients: list[Tensor]) -> None:
-        assert self.world.collectives is not None
         flats = [grad if grad.is_contiguous() else grad.contiguous() for grad in gradients]
-        self.world.collectives.all_reduce([flat.view(-1) for flat in flats], "gradients").wait()
+        self.world.everyone.all_reduce([flat.view(-1) for flat in flats], "gradients").wait()
         for grad, flat in zip(gradients, flats, strict=True):
             flat.div_(self.world.num_ranks)
             if flat is not grad:

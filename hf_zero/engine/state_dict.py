@@ -45,7 +45,7 @@ class CutStateDict:
             for name in found.names:
                 value = state_dict.get(prefix + name)
                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-                    rows = layout.rows_of(value.detach(), self._world.rank)
+                    rows = layout.rows_of(value.detach(), self._world.shard_rank)
                     state_dict[prefix + name] = torch_compat.wrap_like(rows.to(self._world.device), param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutStateDict:

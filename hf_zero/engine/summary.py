@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_zero.engine.call import reads_in_backward
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.hooks import reads_in_backward
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reduction import given_dtype, sent_dtype
 from hf_zero.engine.unit import Unit
@@ -37,8 +37,8 @@ class ModelStates:
 def model_states(engine: ZeroEngine) -> ModelStates:
     """Compute the sizes from the layout; nothing is measured or allocated."""
     policy, world = engine.world.config.policy, engine.world
-    others = (world.num_ranks - 1) / world.num_ranks
-    num_sharing = 1 if world.collectives is None else world.collectives.num_sharing
+    others = (world.num_shards - 1) / world.num_shards
+    num_sharing = world.collectives.num_sharing
     parameters = gradients = optimizer = 0
     gathered = reduced = 0.0
     shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
@@ -53,7 +53,7 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         if p.is_sharded and not stays_whole:
             gathered += p.whole_nbytes * others * (2 if id(p) in gathered_twice else 1)
         elif p.is_sharded and p.param.requires_grad:  # what has changed, from those who do not share the memory
-            gathered += p.whole_nbytes * (1 / num_sharing - 1 / world.num_ranks)
+            gathered += p.whole_nbytes * (1 / num_sharing - 1 / world.num_shards)
         if not p.param.requires_grad:
             continue
         optimizer += _ADAM_STATES * own * p.param.dtype.itemsize
@@ -67,15 +67,22 @@ def model_states(engine: ZeroEngine) -> ModelStates:
 
 def _reduced_bytes(p: ZeroParameter, world: World) -> float:
     """What a rank receives to reduce a parameter's gradient once."""
-    others = (world.num_ranks - 1) / world.num_ranks
-    if not p.is_sharded or world.config.reduce_scatter is False:
-        return 2 * p.layout.numel * sent_dtype(p, world).itemsize * others
-    num_sharing = 1 if world.collectives is None else world.collectives.num_sharing
-    if world.config.reduce_scatter == "to_owner" or num_sharing in (1, world.num_ranks):
-        return p.layout.numel * sent_dtype(p, world).itemsize * others
-    num_hosts = world.num_ranks / num_sharing
+    if not p.is_sharded:
+        return _all_reduced_bytes(p.layout.numel, p, world, world.num_ranks)
+    between = _all_reduced_bytes(p.local_numel, p, world, world.replicas.num_ranks)
+    if world.config.reduce_scatter is False:
+        return between + _all_reduced_bytes(p.layout.numel, p, world, world.num_shards)
+    num_sharing = world.collectives.num_sharing
+    if world.config.reduce_scatter == "to_owner" or num_sharing in (1, world.num_shards):
+        others = (world.num_shards - 1) / world.num_shards
+        return between + p.layout.numel * sent_dtype(p, world).itemsize * others
+    num_hosts = world.num_shards / num_sharing
     in_host = (num_sharing - 1) * num_hosts * given_dtype(p, world).itemsize
-    return p.layout.numel / world.num_ranks * (in_host + (num_hosts - 1) * sent_dtype(p, world).itemsize)
+    return p.layout.numel / world.num_shards * (in_host + (num_hosts - 1) * sent_dtype(p, world).itemsize) + between
+
+
+def _all_reduced_bytes(numel: int, p: ZeroParameter, world: World, num_ranks: int) -> float:
+    return 2 * numel * sent_dtype(p, world).itemsize * (num_ranks - 1) / num_ranks
 
 
 def _is_gathered_twice(engine: ZeroEngine, unit: Unit) -> bool:
@@ -95,20 +102,23 @@ def summary(engine: ZeroEngine) -> str:
     total = sum(p.layout.numel for p in engine.parameters)
     trainable = sum(p.layout.numel for p in engine.parameters if p.param.requires_grad)
     collectives = world.collectives
-    exchange = "none (one process)" if collectives is None else f"{collectives.name} on {collectives.backend}"
-    if collectives is not None and 1 < collectives.num_sharing < collectives.num_ranks:
+    exchange = "none (one process)" if world.num_ranks == 1 else f"{collectives.name} on {collectives.backend}"
+    if 1 < collectives.num_sharing < collectives.num_ranks:
         exchange += f", hosts of {collectives.num_sharing} ranks"
-    if collectives is not None and collectives.reason:
+    if collectives.reason:
         exchange += f" ({collectives.reason})"
-    if collectives is not None and config.reduce_scatter is not True:
+    if world.num_ranks > 1 and config.reduce_scatter is not True:
         exchange += f", reduce_scatter: {str(config.reduce_scatter).lower()}"
     dtypes = sorted({str(p.compute_dtype).removeprefix("torch.") for p in engine.parameters})
     rest = sorted({str(p.param.dtype).removeprefix("torch.") for p in engine.parameters if p.param.requires_grad})
     units = (
         f"{len(engine.units)}" if engine.units else "none needed (every rank computes with its own whole parameters)"
     )
+    replicas = (
+        f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if world.replicas.num_ranks > 1 else ""
+    )
     rows = [
-        ("stage", f"{config.stage}, world size {world.num_ranks}"),
+        ("stage", f"{config.stage}, world size {world.num_ranks}" + replicas),
         ("exchange", exchange),
         ("units", units),
         ("parameters", f"{total:,} ({trainable:,} trainable)"),

@@ -145,7 +145,7 @@ class Unit:
         self.index = index
         self.name = name
         self.parameters = parameters
-        self.entries = entries
+        self._entries = [weakref.ref(module) for module in entries]  # weak, as in `ZeroParameter`
         self.epoch = 0
         self.residency = Residency.RELEASED
         # Whole between forward and backward. Told by events that all ranks share, never by the life of a graph: ranks
@@ -164,10 +164,7 @@ class Unit:
         self._slots: dict[int, _Slot] = {}  # id(ZeroParameter) -> its place, once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.config.policy.shards_parameters
-        collectives = world.collectives
-        self.is_shared = (
-            collectives is not None and collectives.num_sharing > 1 and any(p.is_sharded for p in parameters)
-        )
+        self.is_shared = world.collectives.num_sharing > 1 and any(p.is_sharded for p in parameters)
         if self.keeps_whole or self.is_shared:
             self._move_in()
 
@@ -177,13 +174,17 @@ class Unit:
         So it is in stages 0 to 2, and wherever ranks share memory, since nobody could give back what the others read.
         """
         if self.is_shared:
-            assert self._world.collectives is not None
             self._storage = self._world.collectives.allocate(self.buffer_nbytes, f"unit {self.name!r}")
         else:
             self._storage.resize_(self.buffer_nbytes)
         for p, offset in zip(self._buffered, self._offsets, strict=True):
             if p.is_sharded and p.param.dtype == p.compute_dtype:
                 p.move_into(self._storage, offset)
+
+    @property
+    def entries(self) -> list[nn.Module]:
+        """The modules whose calls need the parameters."""
+        return [module for entry in self._entries if (module := entry()) is not None]
 
     @property
     def is_releasable(self) -> bool:
@@ -236,7 +237,6 @@ class Unit:
         _fill_own_rows(chosen)
         items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
         if items:
-            assert self._world.collectives is not None
             self._pending.append(self._world.collectives.gather(items, self.name))
         self.residency = Residency.GATHERING
 

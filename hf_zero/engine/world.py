@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import pickle
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.alone import AloneCollectives
+from hf_zero.comm.axis import default_group, ranks_of
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
@@ -25,18 +29,24 @@ from hf_zero.errors import ConfigError, UsageError, ZeroError
 from hf_zero.layout import RowLayout
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """The ranks that a model is partitioned over.
+    """The ranks that train a model together.
+
+    They may hold it several times: parameters are cut over the ranks of one *replica*, and gradients are added up over
+    all ranks.
 
     Attributes:
         config: what the user asked for.
         precision: its dtypes.
         device: where parameters live.
         ledger: what counts the exchanges.
-        collectives: the exchanges; None where there is one rank, and so nothing to exchange.
+        collectives: the exchanges among the ranks that parameters are cut over: this rank's replica.
+        replicas: those among the ranks that hold the same rows, one of each replica.
+        everyone: those among all ranks, which agree, fail and end together; `collectives` itself where there is one replica.
         default_group: torch's default process group, when this was made.
         models: the models partitioned over these ranks.
         number: worlds are numbered as they are made.
@@ -46,49 +56,87 @@ class World:
     precision: Precision
     device: torch.device
     ledger: Ledger
-    collectives: Collectives | None
+    collectives: Collectives
+    replicas: Collectives
+    everyone: Collectives
     default_group: object = None
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    number: int = field(default_factory=itertools.count().__next__)
+    number: int = 0
 
     @classmethod
-    def create(cls, config: ZeroConfig, device: torch.device) -> World:
+    def create(cls, config: ZeroConfig, device: torch.device, mesh: DeviceMesh | None = None) -> World:
         """Meet the other ranks; called by all of them together.
 
+        Args:
+            config: what the user asked for.
+            device: where parameters live.
+            mesh: the ranks; None: all ranks of the program, in `config.replicate` replicas. See `ranks_of`.
+
         Raises:
-            ConfigError: the number of ranks is not `config.expected_world_size`, or the ranks have different configs.
+            ConfigError: the number of ranks does not fit the config, or the ranks have different configs.
+            UsageError: there is no process group yet, or this rank is not in the mesh.
         """
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if launched > 1 and not dist.is_initialized():
+        group = default_group()
+        if launched > 1 and group is None:
             raise UsageError(
                 f"this is one of {launched} launched processes, but there is no process group yet: make the "
                 "TrainingArguments or the Accelerator first, or call torch.distributed.init_process_group()"
             )
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if config.expected_world_size not in (None, world_size):
-            raise ConfigError(
-                f"expected_world_size is {config.expected_world_size}, but {world_size} "
-                f"{'process runs' if world_size == 1 else 'processes run'}: start as many with `accelerate launch` or "
-                "`torchrun` (on CPU the accelerate config needs `distributed_type: MULTI_GPU` and `use_cpu: true`), or "
-                "change expected_world_size"
-            )
-        default_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        torch_compat.forget_old_groups(default_group)
-        ledger = Ledger()
-        collectives = make_collectives(config.exchange, device, config.timeout_s, ledger)
-        if collectives is not None:
-            collectives.staging_bytes = config.bucket_bytes
-            names = sorted(config.to_dict())
-            prints = [zlib.crc32(str(config.to_dict()[name]).encode()) for name in names]
-            for rank, row in enumerate(collectives.agree(prints, "the configuration")):
-                other = [name for name, left, right in zip(names, prints, row, strict=True) if left != right]
-                if other:
-                    raise ConfigError(
-                        f"rank {rank} has another configuration than rank {collectives.rank}: {other} differ"
-                    )
-        world = cls(config, Precision.from_config(config), device, ledger, collectives, default_group)
+        replicas = _replicas(ranks_of(mesh), config)
+        torch_compat.forget_old_groups(group)
+        ledger, number = Ledger(), next(_numbers)
+
+        def meet(choice: str, ranks: Sequence[int]) -> Collectives:
+            made = make_collectives(choice, sorted(ranks), device, config.timeout_s, ledger)
+            made.staging_bytes = config.bucket_bytes
+            return made
+
+        if len(replicas) == 1:
+            cut = everyone = meet(config.exchange, replicas[0])
+            same_rows: Collectives = AloneCollectives(cut.ranks[cut.rank], device, ledger)
+        else:
+            everyone = meet("pairwise", [rank for replica in replicas for rank in replica])
+            own = everyone.ranks[everyone.rank]
+            cut = meet(config.exchange, next(replica for replica in replicas if own in replica))
+            same_rows = meet("pairwise", next(column for column in zip(*replicas, strict=True) if own in column))
+        names = sorted(config.to_dict())
+        prints = [zlib.crc32(str(config.to_dict()[name]).encode()) for name in names]
+        for rank, row in enumerate(everyone.agree(prints, "the configuration")):
+            other = [name for name, left, right in zip(names, prints, row, strict=True) if left != right]
+            if other:
+                raise ConfigError(
+                    f"rank {everyone.ranks[rank]} has another configuration than rank {everyone.ranks[everyone.rank]}: "
+                    f"{other} differ"
+                )
+        precision = Precision.from_config(config)
+        world = cls(config, precision, device, ledger, cut, same_rows, everyone, group, number=number)
         _worlds.add(world)
         return world
+
+    @classmethod
+    def alone(cls, config: ZeroConfig, device: torch.device) -> World:
+        """This process alone, whatever process groups there are."""
+        ledger = Ledger()
+        alone = AloneCollectives(0, device, ledger)
+        return cls(config, Precision.from_config(config), device, ledger, alone, alone, alone, number=next(_numbers))
+
+    def beside(self, timeout_s: float) -> World:
+        """The same ranks with process groups of their own, for exchanges beside those of training; called by all of them.
+
+        Args:
+            timeout_s: seconds that a single exchange may take.
+        """
+        axes: dict[tuple[int, ...], Collectives] = {}
+        for each in (self.everyone, self.collectives):
+            if each.ranks not in axes:
+                axes[each.ranks] = make_collectives("native", each.ranks, self.device, timeout_s, Ledger())
+        return dataclasses.replace(
+            self,
+            collectives=axes[self.collectives.ranks],
+            everyone=axes[self.everyone.ranks],
+            models=weakref.WeakSet(),
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
         return self  # a copied parameter is partitioned over the same ranks
@@ -98,58 +146,69 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
-        return 0 if self.collectives is None else self.collectives.rank
+        """This rank's place among all of them."""
+        return self.everyone.rank
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
-        return 1 if self.collectives is None else self.collectives.num_ranks
+        """Number of ranks, which gradients are averaged over."""
+        return self.everyone.num_ranks
+
+    @property
+    def shard_rank(self) -> int:
+        """Which rows this rank holds."""
+        return self.collectives.rank
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that parameters are cut over."""
+        return self.collectives.num_ranks
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's rows are the ones that count where the replicas' are the same: in files."""
+        return self.replicas.rank == 0
 
     @property
     def partitions(self) -> bool:
         """Whether anything is partitioned: from stage 1 on, over more than one rank."""
-        return self.num_ranks > 1 and self.config.policy.shards_optimizer
+        return self.num_shards > 1 and self.config.policy.shards_optimizer
 
     def belongs_to(self, default_group: object) -> bool:
         """Whether this world was made under the default process group that is in place now (None: no group)."""
         return self.default_group is default_group
 
     def layout_for(self, shape: torch.Size, is_complex: bool = False) -> RowLayout:
-        """How a parameter of `shape` is cut: over all ranks, or not at all where it stays whole."""
+        """How a parameter of `shape` is cut: over the ranks of a replica, or not at all where it stays whole."""
         numel = shape.numel()
         stays_whole = not self.partitions or not shape or numel <= self.config.keep_whole_numel or is_complex
-        return RowLayout(tuple(shape), 1 if stays_whole else self.num_ranks)
+        return RowLayout(tuple(shape), 1 if stays_whole else self.num_shards)
 
     def layout_of(self, param: Tensor) -> RowLayout:
-        """How a parameter is cut already: over all ranks, or not at all."""
+        """How a parameter is cut already: over the ranks of a replica, or not at all."""
         is_cut = isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
-        return RowLayout(tuple(param.shape), self.num_ranks if is_cut else 1)
+        return RowLayout(tuple(param.shape), self.num_shards if is_cut else 1)
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Wait until every rank makes the same call, or raise and say who did not."""
-        if self.collectives is not None:
-            self.collectives.meet(label, timeout_s)
+        self.everyone.meet(label, timeout_s)
 
     def broadcast(self, tensor: Tensor, unit: str, source: int = 0) -> None:
         """Give every rank the values of rank `source`."""
-        if self.collectives is None:
-            return
         if tensor.device.type == self.device.type:
-            self.collectives.broadcast(tensor, source, unit)
+            self.everyone.broadcast(tensor, source, unit)
             return
         moved = tensor.to(self.device)
-        self.collectives.broadcast(moved, source, unit)
+        self.everyone.broadcast(moved, source, unit)
         tensor.copy_(moved)
 
     def gather_whole(self, local: Tensor, layout: RowLayout, unit: str) -> Tensor:
         """The whole tensor of which every rank has its rows `local`, in memory of its own; called by all ranks together."""
         if layout.num_ranks == 1:
             return local.clone()
-        assert self.collectives is not None
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
-        start, stop = layout.local_span_in_chunk(self.rank)
+        start, stop = layout.local_span_in_chunk(self.shard_rank)
         flat[start:stop] = local.reshape(-1)
         self.collectives.gather([Rows(flat, layout)], unit).wait()
         whole = flat[: layout.numel].view(layout.shape)
@@ -158,20 +217,16 @@ class World:
 
     def share(self, value: Any, what: str) -> Any:
         """Rank 0's `value` on every rank, pickled; the others' values do not matter."""
-        if self.collectives is None:
-            return value
         data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
-        lengths = self.collectives.agree([len(data)], what)
+        lengths = self.everyone.agree([len(data)], what)
         text = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(lengths[0][0], dtype=torch.uint8)
         self.broadcast(text, what)
         return pickle.loads(text.numpy().tobytes())
 
     def collect(self, value: object, what: str) -> list[Any]:
         """Every rank's `value`, by rank, on rank 0 (an empty list on the others), pickled."""
-        if self.collectives is None:
-            return [value]
         data = pickle.dumps(value)
-        lengths = [length for (length,) in self.collectives.agree([len(data)], what)]
+        lengths = [length for (length,) in self.everyone.agree([len(data)], what)]
         found = []
         for source, length in enumerate(lengths):
             text = torch.empty(length, dtype=torch.uint8)
@@ -191,16 +246,46 @@ class World:
             kind: the error's class.
         """
         words = (problem or "").encode()
-        if self.collectives is None:
-            lengths, rows = [[len(words)]], [list(words)]
-        else:
-            lengths = self.collectives.agree([len(words)], what)
-            longest = max(length for (length,) in lengths)
-            rows = self.collectives.agree([*words, *bytes(longest - len(words))], what)
-        if any(length for (length,) in lengths):
-            said = {rank: bytes(row[: lengths[rank][0]]).decode(errors="replace") for rank, row in enumerate(rows)}
+        lengths = self.everyone.agree([len(words)], what)
+        longest = max(length for (length,) in lengths)
+        rows = self.everyone.agree([*words, *bytes(longest - len(words))], what)
+        if longest:
+            numbered = zip(self.everyone.ranks, rows, lengths, strict=True)
+            said = {rank: bytes(row[:length]).decode(errors="replace") for rank, row, (length,) in numbered}
             texts = {text: rank for rank, text in reversed(said.items()) if text}
             raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in texts.items()))
+
+
+def _replicas(ranks: list[list[int]], config: ZeroConfig) -> list[list[int]]:
+    """The ranks by replica, checked against the configuration."""
+    if not config.policy.shards_optimizer:
+        ranks = [[rank for row in ranks for rank in row]]  # nothing is cut, so every rank is a replica
+    count = sum(map(len, ranks))
+    if config.expected_world_size not in (None, count):
+        raise ConfigError(
+            f"expected_world_size is {config.expected_world_size}, but {count} "
+            f"{'process runs' if count == 1 else 'processes run'}: start as many with `accelerate launch` or "
+            "`torchrun` (on CPU the accelerate config needs `distributed_type: MULTI_GPU` and `use_cpu: true`), or "
+            "change expected_world_size"
+        )
+    if len(ranks) > 1 and config.replicate not in (1, len(ranks)):
+        raise ConfigError(
+            f"replicate is {config.replicate}, but the mesh has {len(ranks)} replicas: leave one of them out"
+        )
+    if len(ranks) == 1 and config.replicate > 1:
+        size, rest = divmod(count, config.replicate)
+        if rest or size < 2:
+            raise ConfigError(
+                f"replicate is {config.replicate}, but {count} {'process runs' if count == 1 else 'processes run'}: it must "
+                "divide them into replicas of two or more, over which parameters are cut (for none, use stage 0)"
+            )
+        ranks = [ranks[0][start : start + size] for start in range(0, count, size)]
+    if len(ranks) > 1 and len(ranks[0]) == 1:
+        raise ConfigError(
+            f"stage {config.stage} cuts parameters over the last axis of the mesh, which has one rank only: give it more, "
+            "or use stage 0"
+        )
+    return ranks
 
 
 def world_of(param: DTensor) -> World | None:
@@ -211,6 +296,5 @@ def world_of(param: DTensor) -> World | None:
     if isinstance(world, World):
         return world
     # A detached or moved copy has lost the attribute; the last world over the same ranks will do, the same on every rank.
-    candidates = [each for each in _worlds if each.collectives is not None]
-    fitting = [each for each in candidates if each.collectives.mesh == param.device_mesh]  # type: ignore[union-attr]
+    fitting = [each for each in _worlds if each.num_shards > 1 and each.collectives.mesh == param.device_mesh]
     return max(fitting, key=lambda each: each.number, default=None)

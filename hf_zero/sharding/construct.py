@@ -37,9 +37,8 @@ WINDOW_BYTES = 16 * 2**20
 
 def to_shard(whole: nn.Parameter, world: World) -> DTensor:
     """A parameter of the shape of `whole` that holds a copy of this rank's rows; on meta it holds nothing."""
-    assert world.collectives is not None
     layout = world.layout_for(whole.shape, whole.is_complex())
-    return cast(DTensor, cut(whole, layout, world.rank, whole.dtype, world.collectives.mesh))
+    return cast(DTensor, cut(whole, layout, world.shard_rank, whole.dtype, world.collectives.mesh))
 
 
 def is_shard(value: object) -> TypeGuard[DTensor]:
@@ -60,7 +59,6 @@ def is_mapped(local: Tensor) -> bool:
 
 def own_copy(param: DTensor, world: World) -> DTensor:
     """`param` with its rows in memory of their own."""
-    assert world.collectives is not None
     local = torch_compat.local_of(param).clone()
     return cast(DTensor, wrap(local, world.layout_of(param), world.collectives.mesh, cast(nn.Parameter, param)))
 
@@ -77,7 +75,7 @@ class _Whole:
         """Bring the shard up to date with the whole tensor."""
         with torch.no_grad():
             local = torch_compat.local_of(self.param)
-            local.copy_(self.world.layout_of(self.param).rows_of(self.data, self.world.rank))
+            local.copy_(self.world.layout_of(self.param).rows_of(self.data, self.world.shard_rank))
 
     def is_held_elsewhere(self) -> bool:
         """Whether a view of the whole tensor is still alive, so that there may still be writes through it."""

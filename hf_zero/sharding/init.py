@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hf_zero.comm.axis import default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.world import World
@@ -36,6 +38,7 @@ class Init:
     Args:
         config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names.
         enabled: False does nothing.
+        mesh: the ranks; as for `shard_model`.
 
     Raises:
         ConfigError: the configuration has a mistake, or does not fit the number of ranks.
@@ -46,9 +49,13 @@ class Init:
     """
 
     def __init__(
-        self, config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, enabled: bool = True
+        self,
+        config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        enabled: bool = True,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self._config = ZeroConfig.load(config) if enabled else None
+        self._mesh = mesh
         self._stack = ExitStack()
         self._cutter: Cutter | None = None
         self._world: World | None = None
@@ -56,7 +63,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._config is None:
             return self
-        world = self._world = World.create(self._config, default_device())
+        world = self._world = World.create(self._config, default_device(), self._mesh)
         with ExitStack() as stack:
             stack.enter_context(_paused(None))
             self._cutter = Cutter(world)
@@ -148,7 +155,7 @@ def activate(config: ZeroConfig, device: torch.device) -> None:
     Raises:
         ConfigError: the configuration does not fit the number of ranks.
     """
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    group = default_group()
     if _active and _active[-1].config == config and _active[-1].world.belongs_to(group):
         return
     _undo_activation()

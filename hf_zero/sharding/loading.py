@@ -129,7 +129,7 @@ def names_to_read_whole(
         names = _targets_of(converter, target, state)
         targets = [tuple(state[name].shape) for name in names]
         complete = len(by_source) == len(converter.source_patterns)
-        if not complete or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_ranks):
+        if not complete or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_shards):
             whole.update(names)
     return whole
 

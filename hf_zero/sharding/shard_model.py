@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
@@ -27,7 +28,9 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def shard_model(
-    model: nn.Module, config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None
+    model: nn.Module,
+    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> ZeroEngine:
     """Partition a model over the data-parallel ranks, in place, and run it under ZeRO from now on.
 
@@ -41,6 +44,8 @@ def shard_model(
         model: any module, on one device, not wrapped.
         config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names (a model made under
             `Init` needs none).
+        mesh: the ranks: one axis, over which parameters are cut, or two, of which the first is for replicas (as
+            `torch.distributed.fsdp.fully_shard` takes them). None: all ranks, in `config.replicate` replicas.
 
     Returns:
         The engine; `engine_of(model)` finds it again.
@@ -64,7 +69,7 @@ def shard_model(
     old_engines = [inner for inner in map(engine_of, model.modules()) if inner is not None]
     world = old_engines[0].world if old_engines else _world_at_rest(model)
     if world is None or (config is not None and not old_engines and world.config != ZeroConfig.load(config)):
-        world = World.create(ZeroConfig.load(config), _device_of(model))
+        world = World.create(ZeroConfig.load(config), _device_of(model), mesh)
     for inner in old_engines:
         inner.close()
     engine = start_engine(model, world)
@@ -221,19 +226,17 @@ def _refuse_parameters_in_lists(model: nn.Module) -> None:
 
 def agree_on_model(model: nn.Module, world: World) -> None:
     """Raise a `PartitionError` on every rank if the ranks' models have different parameters."""
-    if world.collectives is None:
-        return
     found = find_parameters(model)
     facts = [f"{each.names} {tuple(each.param.shape)} {each.param.dtype}" for each in found]
     trains = [f"{fact} requires_grad={each.param.requires_grad}" for fact, each in zip(facts, found, strict=True)]
     prints = [zlib.crc32(text.encode()) for text in trains]
-    heads = world.collectives.agree([len(found), zlib.crc32("".join(trains).encode())], "shard_model")
+    heads = world.everyone.agree([len(found), zlib.crc32("".join(trains).encode())], "shard_model")
     if all(head == heads[0] for head in heads):
         return
     counts = [count for count, _ in heads]
     if len(set(counts)) > 1:
         raise PartitionError(f"the ranks' models differ: they have {counts} parameters, by rank")
-    rows = world.collectives.agree(prints, "the parameters of shard_model")
+    rows = world.everyone.agree(prints, "the parameters of shard_model")
     position = next(i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
     raise PartitionError(
         f"the ranks' models differ: on rank {world.rank} {found[position].names[0]!r} is {trains[position]}, on another "
@@ -268,9 +271,8 @@ def partition_one(found: Found, world: World) -> None:
             param._zero_made_in = param.dtype  # type: ignore[attr-defined]
             param.data = param.data.to(dtype)
         return
-    assert world.collectives is not None
     layout = world.layout_for(param.shape, param.is_complex())
-    new = cut(param, layout, world.rank, dtype, world.collectives.mesh)
+    new = cut(param, layout, world.shard_rank, dtype, world.collectives.mesh)
     new._zero_world = world  # type: ignore[attr-defined]
     new._zero_made_in = param.dtype  # type: ignore[attr-defined]
     put(found.locations, new)
@@ -289,7 +291,6 @@ def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, 
         dtype = world.precision.master_for(param.dtype, param.requires_grad)
         if not isinstance(param, DTensor) or param.dtype == dtype:
             continue
-        assert world.collectives is not None
         new = wrap(torch_compat.local_of(param).to(dtype), world.layout_of(param), world.collectives.mesh, param)
         new._zero_world = world  # type: ignore[attr-defined]
         new._zero_made_in = param.dtype  # type: ignore[attr-defined]

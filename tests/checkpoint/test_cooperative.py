@@ -43,7 +43,7 @@ def save_streamed(folder: str, name: str) -> Streamed:
     """Write weights in both ways; in the second one, rank 1 does not see what rank 0 writes."""
     model = make_trainer(folder, f"{folder}/streaming", BUILDS[name]).model
     engine = engine_of(model)
-    assert engine is not None and engine.world.collectives is not None
+    assert engine is not None
     world, collectives = engine.world, engine.world.collectives
     write_model(model, Path(folder, f"{name}_shared"), world)
     alive: list[tuple[StorageWeakRef, int]] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.comm import measure as measuring
+from hf_zero.comm.axis import ranks_of
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange, Part
 from hf_zero.comm.ledger import Ledger
@@ -32,8 +33,8 @@ _DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def _make(choice: str, timeout_s: float = 20.0) -> Collectives:
     dist.barrier()  # a worker that imports for the first time is late, and some tests wait for a short time only
-    collectives = make_collectives(choice, torch.device("cpu"), timeout_s, Ledger())
-    assert collectives is not None and collectives.name == choice
+    collectives = make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), timeout_s, Ledger())
+    assert collectives.name == choice
     return collectives
 
 
@@ -329,8 +330,7 @@ def test_agree_names_what_each_rank_was_at(labels: list[str], counts: list[int])
 def _chosen() -> list[tuple[str, str]]:
     found = []
     for _ in range(2):
-        made = make_collectives("auto", torch.device("cpu"), 20.0, Ledger())
-        assert made is not None
+        made = make_collectives("auto", ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
         assert "gather" not in made.ledger.kinds()
         found.append((made.name, made.reason))
     return found
@@ -368,7 +368,7 @@ def test_auto_leaves_out_of_large_units_what_small_ones_leave_far_behind(
 def _other_choice() -> str:
     choice = "pairwise" if dist.get_rank() else "native"
     with pytest.raises(ConfigError) as caught:
-        make_collectives(choice, torch.device("cpu"), 20.0, Ledger())
+        make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
     return str(caught.value)
 
 
@@ -378,7 +378,7 @@ def test_another_choice_on_one_rank_is_an_error_on_all() -> None:
 
 
 def _nobody() -> bool:
-    return make_collectives("auto", torch.device("cpu"), 1.0, Ledger()) is None
+    return make_collectives("auto", ranks_of(None)[0], torch.device("cpu"), 1.0, Ledger()).name == "alone"
 
 
 def test_one_rank_has_nothing_to_exchange() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
+from hf_zero.comm.axis import ranks_of
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.host import memory as host_memory
@@ -40,8 +41,8 @@ _LONG_S = 60.0  # a rank that waits this long is killed by the pool, and the tes
 
 
 def _make(choice: str, timeout_s: float = _LONG_S) -> Collectives:
-    collectives = make_collectives(choice, torch.device("cpu"), timeout_s, Ledger())
-    assert collectives is not None and collectives.name == choice
+    collectives = make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), timeout_s, Ledger())
+    assert collectives.name == choice
     return collectives
 
 
@@ -66,7 +67,7 @@ class Training:
         options = {} if self.compute_dtype is None else {"compute_dtype": self.compute_dtype}
         config = {"stage": self.stage, "collectives": self.choice, "timeout_s": self.timeout_s, **options}
         engine = zero.shard_model(self.model, config)
-        assert engine.world.collectives is not None and engine.world.collectives.name == self.choice
+        assert engine.world.collectives.name == self.choice
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
 
     def backward(self) -> None:
@@ -320,10 +321,9 @@ def _unreadable(function: str, choice: str) -> tuple[str, list[str], int]:
                 is_call = function == "pidfd_open"
                 refusal = mock.patch.object(os, function, _refuse_handle) if is_call else None
                 stack.enter_context(refusal or mock.patch.object(host_memory, function, _refuse))
-            made = make_collectives(choice, torch.device("cpu"), _LONG_S, Ledger())
+            made = make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), _LONG_S, Ledger())
     finally:
         logger.removeHandler(records)
-    assert made is not None
     _exchange(made, "gather")
     gc.collect()
     return made.name, records.messages, len(_shared_mappings()) + len(_shared_descriptors())

@@ -181,13 +181,13 @@ def test_lora_reduces_only_adapters_and_equals_the_unsharded_run(stage: int, che
 def _watch_gradients(twins: Twins) -> set[str]:
     """The names of the parameters for which autograd computes a gradient."""
     names: set[str] = set()
-    original = twins.engine.on_gradients
+    original = twins.engine.backward.on_gradients
 
     def look(call: Any, gradients: tuple[Tensor | None, ...]) -> None:
         names.update(p.name for p, grad in zip(call.parameters, gradients, strict=True) if grad is not None)
         original(call, gradients)
 
-    twins.engine.on_gradients = look
+    twins.engine.backward.on_gradients = look
     return names
 
 

@@ -801,7 +801,7 @@ class _Run:
         for module, name, p in self.places:
             assert module._parameters[name] is p, f"{name} of {type(module).__name__} is not at rest"
         for engine in self.engines:
-            assert engine._session is None
+            assert engine.backward.session is None
             assert engine._roots == []
             for unit in engine.units:
                 assert not unit.is_leased, f"{unit.name} is leased"

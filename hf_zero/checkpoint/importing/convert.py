@@ -22,9 +22,7 @@ from hf_zero.checkpoint.model_plan import WEIGHTS, Plan, plan_model
 from hf_zero.checkpoint.optimizer_state import state_files
 from hf_zero.checkpoint.pieces import identity
 from hf_zero.checkpoint.tensor_file import Source, TensorInfo, layout_file
-from hf_zero.comm.ledger import Ledger
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.precision import Precision
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import RowLayout
@@ -112,7 +110,7 @@ def _write(state: ForeignState, out: Path) -> Path:
         content = {"optimizer": state.optimizer(), "groups": groups, "numbers": state.numbers}
     else:
         logger.warning("%s has no optimizer: weights alone are imported", state.folders[0])
-    world = World(ZeroConfig(stage=0), Precision.from_config(ZeroConfig(stage=0)), torch.device("cpu"), Ledger(), None)
+    world = World.alone(ZeroConfig(stage=0), torch.device("cpu"))
     staged = StagedCheckpoint(out, world)
     try:
         staged.write(_weights_plan(state, staged.folder), _OneByOne(state.weights))

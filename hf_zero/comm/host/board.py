@@ -39,13 +39,15 @@ class Peer:
     """Another rank of the host.
 
     Attributes:
-        rank: its rank.
+        rank: its place among the ranks.
+        number: its rank in the program, for errors.
         pid: its process.
         words: its board, as int64.
         handle: a file descriptor that is readable once the process has ended.
     """
 
     rank: int
+    number: int
     pid: int
     words: memoryview
     handle: int
@@ -165,13 +167,13 @@ class Lane:
         theirs, ours = _label(message), _label(posted.message)
         if theirs != ours or len(message) != len(posted.message):
             raise CollectiveError(
-                f"rank {self._rank} is at {ours} ({len(posted.message) - _LABEL_WORDS} numbers), but rank {peer.rank} is at "
+                f"rank {self._rank} is at {ours} ({len(posted.message) - _LABEL_WORDS} numbers), but rank {peer.number} is at "
                 f"{theirs} ({len(message) - _LABEL_WORDS} numbers): all ranks must run the same units in the same order, "
                 "with the same parameters trainable (requires_grad)"
             )
 
     def _lost(self) -> int | None:
-        return next((peer.rank for peer, _ in self._peers if not peer.is_alive()), None)
+        return next((peer.number for peer, _ in self._peers if not peer.is_alive()), None)
 
     def _wait(
         self, word: int, count: int, description: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
@@ -186,9 +188,9 @@ class Lane:
                 if pause.is_long:
                     if not peer.is_alive() and words[word] < count:
                         gone = RuntimeError(f"its process ({peer.pid}) has ended")
-                        raise named(gone, description, peer.rank, timeout_s)
+                        raise named(gone, description, peer.number, timeout_s)
                     if time.monotonic() > deadline:
-                        raise named(RuntimeError("timed out"), description, peer.rank, timeout_s)
+                        raise named(RuntimeError("timed out"), description, peer.number, timeout_s)
                 pause()
 
 
@@ -247,21 +249,25 @@ class Board:
         rank: this rank.
         own: memory of `BOARD_BYTES` that the peers have mapped.
         peers: pid and mapped board of every other rank.
+        ranks: the numbers of all of them in the program, for errors.
 
     Raises:
         OSError: this kernel cannot tell whether a process is alive.
     """
 
-    def __init__(self, rank: int, own: mmap.mmap, peers: dict[int, tuple[int, mmap.mmap]]) -> None:
+    def __init__(
+        self, rank: int, own: mmap.mmap, peers: dict[int, tuple[int, mmap.mmap]], ranks: Sequence[int]
+    ) -> None:
         self.pid_of = {peer: pid for peer, (pid, _) in peers.items()} | {rank: os.getpid()}
         self._handles: dict[int, int] = {}
         for peer, (pid, _) in peers.items():
             self._handles[peer] = os.pidfd_open(pid)
         self._peers = [
-            Peer(peer, pid, memoryview(memory).cast("q"), self._handles[peer]) for peer, (pid, memory) in peers.items()
+            Peer(peer, ranks[peer], pid, memoryview(memory).cast("q"), self._handles[peer])
+            for peer, (pid, memory) in peers.items()
         ]
         words = memoryview(own).cast("q")
-        self.lanes = {name: Lane(name, rank, words, self._peers) for name in LANES}
+        self.lanes = {name: Lane(name, ranks[rank], words, self._peers) for name in LANES}
 
     def __del__(self) -> None:
         for handle in self._handles.values():

@@ -11,11 +11,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from hf_zero.comm.axis import Axis
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange, Part
 from hf_zero.comm.host.board import Board
@@ -28,8 +29,8 @@ from hf_zero.errors import CollectiveError
 class _Column(PairwiseCollectives):
     """Exchanges with some of the ranks only."""
 
-    def __init__(self, peers: Sequence[int], *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, peers: Sequence[int], axis: Axis) -> None:
+        super().__init__(axis)
         self._others = list(peers)
 
     def _peers(self) -> list[int]:
@@ -49,17 +50,16 @@ class SeveralHostsCollectives(HostMemory):
     Args:
         board: of the ranks of this host.
         hosts: the ranks of each host, the same number on each.
-        given: as for `Collectives`.
+        axis: the ranks of all hosts.
     """
 
-    def __init__(self, board: Board, hosts: Sequence[Sequence[int]], *given: Any) -> None:
-        super().__init__(board, *given)
+    def __init__(self, board: Board, hosts: Sequence[Sequence[int]], axis: Axis) -> None:
+        super().__init__(board, axis)
         place = self._mates.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
         self._others = [rank for rank in self._column if rank != self.rank]
-        network = given[:-1]
-        self._to_column = _Column(self._others, *network, Ledger())  # this class counts in its own ledger
-        self._to_all = PairwiseCollectives(*(*network, Ledger()))
+        self._to_column = _Column(self._others, replace(axis, ledger=Ledger()))  # this class counts in its own ledger
+        self._to_all = PairwiseCollectives(replace(axis, ledger=Ledger()))
         self._gathers, self._reductions = _Courier(), _Courier()
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
@@ -111,9 +111,9 @@ class SeveralHostsCollectives(HostMemory):
             for peer, arrival in arrivals.items():  # a message per dtype, a tag per item: some tags stay unused
                 for message, to_peer, tag in zip(arrival.messages, sums[peer].messages, tags, strict=False):
                     if message.numel():
-                        parts.append(Part(self._receive(description, message, peer, tag), peer))
+                        parts.append(self._receive(description, message, peer, tag))
                     if to_peer.numel():
-                        parts.append(Part(self._send(description, to_peer, peer, tag), peer))
+                        parts.append(self._send(description, to_peer, peer, tag))
             Exchange(description, self.timeout_s, parts, keep=sums).wait()
             by_host = [arrivals.get(rank, sums[self.rank]).rows for rank in self._column]
             for output, *terms in zip(outputs, *by_host, strict=True):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.comm.axis import Axis
 from hf_zero.comm.collectives import Collectives, Rows, add, divide
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.host import memory as host_memory
@@ -53,13 +54,13 @@ class HostMemory(Collectives):
 
     Args:
         board: of the ranks of this host.
-        given: as for `Collectives`.
+        axis: the ranks; all of them, not only this host's.
     """
 
     name = "host"
 
-    def __init__(self, board: Board, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, board: Board, axis: Axis) -> None:
+        super().__init__(axis)
         self._board = board
         self._mates = sorted(board.pid_of)  # the ranks of this host
         self.num_sharing = len(self._mates)
@@ -86,7 +87,7 @@ class HostMemory(Collectives):
             os.close(descriptor)
         if memory is None or failed:
             raise CollectiveError(
-                f"rank {failed[0]} has no shared memory for {label} ({num_bytes} bytes). {problem} "
+                f"rank {self.ranks[failed[0]]} has no shared memory for {label} ({num_bytes} bytes). {problem} "
                 "Free memory, or set `collectives: pairwise`"
             )
         storage = host_memory.as_storage(memory)
@@ -276,7 +277,7 @@ def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
     board = None
     if not code and own is not None:
         try:
-            board = Board(meeting.rank, own, peers)
+            board = Board(meeting.rank, own, peers, meeting.ranks)
         except OSError:
             code = 5
     code = max(code for (code,) in meeting.agree([code], "reading the memory of the host"))

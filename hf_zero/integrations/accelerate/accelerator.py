@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import whole_state_dict
@@ -23,6 +25,7 @@ from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, w
 from hf_zero.integrations.accelerate.data_order import continue_epoch
 from hf_zero.sharding.shard_model import shard_model
 
+_DATA_PARALLEL = ("dp_replicate", "dp_shard")  # axes of accelerate's mesh
 _UNSUPPORTED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
@@ -31,6 +34,7 @@ class ZeroPlugin:
 
     Args:
         config: a `ZeroConfig`, a mapping, a path; None for keywords alone, or the file that HF_ZERO_CONFIG names.
+        mesh: the ranks, as for `shard_model`; by default those of accelerate's `ParallelismConfig`, or all.
         **overrides: fields of `ZeroConfig`, such as `stage=2`.
 
     Raises:
@@ -38,8 +42,12 @@ class ZeroPlugin:
     """
 
     def __init__(
-        self, config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+        self,
+        config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        mesh: DeviceMesh | None = None,
+        **overrides: Any,
     ) -> None:
+        self.mesh = mesh
         self.config = ZeroConfig.load({} if config is None and overrides else config, **overrides)
 
     def __repr__(self) -> str:
@@ -57,7 +65,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     Args:
         *args: as for `Accelerator`.
         zero_plugin: what to partition with; by default the file that HF_ZERO_CONFIG names.
-        **kwargs: as for `Accelerator`. With `mixed_precision="bf16"`, a `compute_dtype` of "auto" becomes bfloat16.
+        **kwargs: as for `Accelerator`. With `mixed_precision="bf16"`, a `compute_dtype` of "auto" becomes bfloat16. With a
+            `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut over S ranks, R times.
 
     Raises:
         ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed, Megatron-LM or fp16.
@@ -67,6 +76,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         use_cpu_without_accelerator()
         if not torch.accelerator.is_available():
             kwargs["cpu"] = True
+        given = kwargs.get("parallelism_config")
         super().__init__(*args, **kwargs)
         if self.distributed_type in _UNSUPPORTED:
             raise ConfigError(
@@ -79,6 +89,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if self.mixed_precision == "bf16" and config.compute_dtype == "auto":
             config = config.replace(compute_dtype="bfloat16")
         self._zero_config = config
+        self._zero_mesh = self.zero_plugin.mesh or _mesh_of(self, given)
         self._resumed: list[Any] = []  # loaders that have yet to continue the epoch in which the state was saved
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +129,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def _partition(self, model: nn.Module) -> None:
         if engine_of(model) is None and any(param.requires_grad for param in model.parameters()):
             model.to(self.device)
-            shard_model(model, self._zero_config)
+            shard_model(model, self._zero_config, self._zero_mesh)
 
     def _rebind(self, optimizer: Any) -> None:
         for engine in live_engines():
@@ -224,6 +235,26 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             self._resumed = [each for each in self._resumed if each is not dataloader]
             continue_epoch(dataloader, rest)
         return rest
+
+
+def _mesh_of(accelerator: Accelerator, given: ParallelismConfig | None) -> DeviceMesh | None:
+    """The ranks that accelerate's `ParallelismConfig` asks to cut over, if it says anything of them."""
+    found = accelerator.parallelism_config
+    others = (
+        {name: size for name, size in found._sizes.items() if name not in _DATA_PARALLEL and size > 1} if found else {}
+    )
+    if others:
+        raise ConfigError(f"ZeroAccelerator knows data parallelism only, but the ParallelismConfig has {others}")
+    if found is not None and found.dp_shard_size > 1:
+        names = _DATA_PARALLEL if found.dp_replicate_size > 1 else _DATA_PARALLEL[1:]
+        mesh: DeviceMesh = accelerator.torch_device_mesh[names]
+        return mesh
+    if given is not None and given.dp_replicate_size > 1 and accelerator.zero_plugin.config.policy.shards_optimizer:
+        raise ConfigError(
+            f"ParallelismConfig(dp_replicate_size={given.dp_replicate_size}) leaves nothing to cut parameters over: set "
+            "dp_shard_size too, or leave it out, or use stage 0"
+        )
+    return None
 
 
 def use_cpu_without_accelerator() -> None:

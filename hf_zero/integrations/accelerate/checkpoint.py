@@ -373,10 +373,10 @@ def load_state(
     def read() -> None:
         with torch.no_grad():
             for model, (plan, names) in zip(models, plans, strict=True):
-                read_files(names, plan.pieces, model_sources(model), folder, world.rank)
+                read_files(names, plan.pieces, model_sources(model), folder, world.shard_rank)
         for loaded in checked.optimizers:
             plan, sources = loaded.install()
-            read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.rank)
+            read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
 
     _together(world, what, read)
     for engine in (engine_of(model) for model in models):

@@ -186,7 +186,9 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
     world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
     assert loaded is not None
     plan, sources = loaded.install()
-    problem = attempt(lambda: read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.rank))
+    problem = attempt(
+        lambda: read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
+    )
     world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
     trainer.lr_scheduler.load_state_dict(scheduler)
 
@@ -263,8 +265,7 @@ class SignalSaves:
     def poll(self) -> None:
         """Ask for a save if any rank has received the signal; called by all ranks after a step."""
         answers = [[int(self._is_requested)]]
-        if self._world.collectives is not None:
-            answers = self._world.collectives.agree(answers[0], "a signal to save")
+        answers = self._world.everyone.agree(answers[0], "a signal to save")
         if any(answer for (answer,) in answers):
             self._is_requested, self._manager.is_checkpoint_requested = False, True
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_zero.comm.axis import ranks_of
 from hf_zero.comm.host import memory
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
@@ -30,8 +31,8 @@ def test_leave_to_read_is_given_to_the_peers_and_taken_back() -> None:
         given.append(pid)
 
     with mock.patch.object(memory, "let_read", let_read):
-        made = make_collectives("host", torch.device("cpu"), 20.0, Ledger())
-        assert made is not None and made.name == "host" and given == [os.getppid()]
+        made = make_collectives("host", ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
+        assert made.name == "host" and given == [os.getppid()]
         del made
         gc.collect()
     assert given == [os.getppid(), 0]

@@ -1,0 +1,61 @@
+"""One rank: what all exchanges come to where there is nobody to exchange with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import Collectives, Rows, divide
+from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.ledger import Ledger
+
+
+class AloneCollectives(Collectives):
+    """Exchanges of a single rank: they move nothing, and the ledger stays empty.
+
+    Args:
+        number: its number in the program.
+        device: where its tensors live.
+        ledger: of the model.
+    """
+
+    name = "alone"
+
+    def __init__(self, number: int, device: torch.device, ledger: Ledger) -> None:
+        self.device, self.ledger = device, ledger
+        self.ranks, self.rank, self.num_ranks = (number,), 0, 1
+        self.backend, self.reason, self.trail = "one process", "", 0
+
+    @property
+    def mesh(self) -> NoReturn:  # type: ignore[override]
+        """There is none: one rank holds plain tensors."""
+        raise AssertionError("one rank has no mesh")
+
+    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """See `Collectives.gather`."""
+        return _nothing_to_wait_for(f"gather of {unit!r}")
+
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """See `Collectives.reduce_scatter`."""
+        for item, output in zip(items, outputs, strict=True):
+            output.copy_(item.flat)
+            divide(output, divisor)
+        return _nothing_to_wait_for(f"reduce_scatter of {unit!r}")
+
+    def all_reduce(self, tensors: Sequence[Tensor], unit: str, finish: Callable[[], None] | None = None) -> Exchange:
+        """See `Collectives.all_reduce`."""
+        return Exchange(f"all_reduce of {unit!r}", 0.0, finish=finish)
+
+    def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
+        """See `Collectives.broadcast`."""
+
+    def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
+        """See `Collectives.agree`."""
+        return [list(values)]
+
+
+def _nothing_to_wait_for(description: str) -> Exchange:
+    return Exchange(description, 0.0)

@@ -1,0 +1,154 @@
+"""Which units are whole: gathered before they are needed, dropped afterwards, gathered again when they have changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from hf_zero.engine.call import Call
+from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.reading import is_method_running
+from hf_zero.engine.schedule import GatherOrder, first_uses
+from hf_zero.engine.unit import GatheredMemory, Residency, Unit
+from hf_zero.engine.world import World
+
+
+class Gathering:
+    """The units of one model.
+
+    Args:
+        world: the ranks.
+        parameters: all of the model.
+
+    Attributes:
+        units: the sets of parameters gathered together, in the model's order.
+        memory: counts the bytes of gathered units.
+        order: the record of gathers.
+        reductions: the agreed order of reductions.
+        kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
+        reads: (id(ZeroParameter), whether in the graph) -> what was read outside its call, in the running pass.
+    """
+
+    def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
+        self.units: list[Unit] = []
+        self.memory = GatheredMemory()
+        self.order = GatherOrder()
+        self.reductions: list[int] = []
+        self.kept_for_backward: set[int] = set()
+        self.reads: dict[tuple[int, bool], Tensor] = {}
+        self._world = world
+        self._parameters = parameters
+        self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
+        self._stepping: object = None  # the optimizer whose step is under way
+        self._has_read = False  # since ranks last met before a change of parameters
+
+    # --- gathers and releases -----------------------------------------------------------------------------------
+
+    def acquire(self, call: Call) -> None:
+        """Make the units of a call whole, and start to gather those that will be needed next."""
+        self.begin_read()
+        for unit in call.units:
+            if unit.residency is Residency.RELEASED:
+                unit.start_gather()
+        for unit in call.units:
+            coming = self.order.use(unit.index)
+            if not unit.keeps_whole:
+                self._prefetch(coming)
+        call.hold()
+
+    def begin_read(self) -> None:
+        """Somebody is about to read whole tensors: what was edited by hand is gathered again first."""
+        self.flush_edits()
+        self._has_read = True
+
+    def _prefetch(self, coming: Iterable[int]) -> None:
+        budget = self._world.config.prefetch_bytes
+        ahead = 0
+        for index in coming:
+            unit = self.units[index]
+            if unit.keeps_whole or unit.is_leased:
+                continue
+            ahead += 0 if unit.is_shared else unit.buffer_nbytes
+            if ahead > budget:
+                return
+            if unit.residency is Residency.RELEASED:
+                unit.start_gather()
+
+    def drop(self, but_kept: bool = False) -> None:
+        """Release what nobody reads: at events that all ranks share, so that they will gather alike again.
+
+        Args:
+            but_kept: leave those that wait for their backward.
+        """
+        for unit in self.units:
+            unit.is_kept = unit.is_kept and but_kept
+            if not unit.keeps_whole and not unit.is_leased:
+                unit.release_if_unused()
+
+    def expect(self, reductions: list[int]) -> None:
+        """Take the agreed order of reductions; the units that it begins with stay whole from the forward's end.
+
+        The backward would gather them at once: within `prefetch_bytes`, or all of them if nothing is to be resharded.
+        """
+        if reductions == self.reductions:
+            return
+        self.reductions = reductions
+        config = self._world.config
+        order = [index for index in dict.fromkeys(reductions) if not self.units[index].keeps_whole]
+        sizes = itertools.accumulate(self.units[index].buffer_nbytes for index in order)
+        self.kept_for_backward = {
+            index
+            for index, num_bytes in zip(order, sizes, strict=True)
+            if num_bytes <= config.prefetch_bytes or not config.reshard_after_forward
+        }
+
+    # --- changes of parameters ----------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: object) -> None:
+        """An optimizer that holds parameters of this model is about to step, on every rank."""
+        self._before_write("the optimizer's step")
+        self._stepping = optimizer
+
+    def before_edit(self, p: ZeroParameter) -> None:
+        """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
+        if p.is_whole_elsewhere:
+            return  # inside `GatheredParameters`
+        if self._stepping is None or self._has_read:  # a step has met already, unless it has run the model since
+            self._before_write(f"an edit of {p.name!r}")
+        self._edited[p] = None
+
+    def _before_write(self, what: str) -> None:
+        self._has_read = False
+        if any(unit.is_shared for unit in self.units):
+            self._world.collectives.before_write(what)
+
+    def after_step(self, held: list[ZeroParameter]) -> None:
+        """An optimizer that holds these parameters has stepped, on every rank."""
+        self._stepping = None
+        self.on_rows_changed(p for p in held if p.param.requires_grad or p.param.grad is not None)
+        if held:
+            self.drop()  # also units without anything that has changed
+
+    def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
+        """These parameters have new rows, on every rank: whole tensors are gathered again."""
+        chosen = set(map(id, changed))
+        self._edited = {p: None for p in self._edited if id(p) not in chosen}
+        for unit in map(self.units.__getitem__, first_uses(self.reductions)):
+            members = [p for p in unit.parameters if id(p) in chosen]
+            if members:
+                unit.changed(members)
+
+    def flush_edits(self) -> None:
+        """Let what was edited by hand be gathered again."""
+        if self._stepping is not None and not is_method_running(self._stepping):
+            self._stepping = None
+            self._edited.update(dict.fromkeys(self._parameters))  # a step that raised may have changed any of them
+        if self._edited:
+            self.on_rows_changed(list(self._edited))
+
+    def mark_dirty(self) -> None:
+        """All ranks have changed the rows of parameters behind torch's back: whole tensors are gathered again."""
+        self._before_write("mark_dirty")
+        self.on_rows_changed(self._parameters)
