@@ -497,7 +497,7 @@ def test_norm_is_taken_over_the_present_group(tmp_path: Path) -> None:
 
 # --- one process ----------------------------------------------------------------------------------------------------
 
-ALONE = Distance(losses=0.0, gradients=0.0, norms=0.0, weights=0.0)
+ALONE = Distance(losses=0.0, gradients=0.0, norms=0.0, weights=0.0, evaluation=0.0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mlp"])

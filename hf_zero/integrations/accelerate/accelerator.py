@@ -240,11 +240,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 def _mesh_of(accelerator: Accelerator, given: ParallelismConfig | None) -> DeviceMesh | None:
     """The ranks that accelerate's `ParallelismConfig` asks to cut over, if it says anything of them."""
     found = accelerator.parallelism_config
-    others = (
-        {name: size for name, size in found._sizes.items() if name not in _DATA_PARALLEL and size > 1} if found else {}
-    )
+    others = [name for name in ("tp_size", "cp_size", "sp_size") if found is not None and getattr(found, name) > 1]
     if others:
-        raise ConfigError(f"ZeroAccelerator knows data parallelism only, but the ParallelismConfig has {others}")
+        raise ConfigError(
+            f"ZeroAccelerator knows data parallelism only, but the ParallelismConfig has {', '.join(others)}"
+        )
     if found is not None and found.dp_shard_size > 1:
         names = _DATA_PARALLEL if found.dp_replicate_size > 1 else _DATA_PARALLEL[1:]
         mesh: DeviceMesh = accelerator.torch_device_mesh[names]
