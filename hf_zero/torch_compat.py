@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -128,6 +129,31 @@ def forget_old_groups(default_group: object) -> None:
     if _cached_for is None or _cached_for() is not default_group:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         _cached_for = None if default_group is None else weakref.ref(default_group)
+
+
+def new_group_among(
+    ranks: list[int], name: str, timeout: datetime.timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A process group of some of the program's ranks, made by these alone.
+
+    `new_group` needs all ranks of the program; and with `use_local_synchronization` it makes the name of the ranks and the
+    number of groups that this process happens to know, so that names differ between ranks, or come again after a group
+    has been destroyed, when the store still has the addresses of the old one.
+
+    Args:
+        ranks: ascending.
+        name: the same on all of these ranks, and new.
+        timeout: of its exchanges.
+        backend: by default that of the default group.
+    """
+    core: Any = dist.distributed_c10d
+    chosen = backend or dist.get_backend_config()
+    place = ranks.index(dist.get_rank())
+    group, _ = core._new_process_group_helper(
+        len(ranks), place, ranks, core.Backend(chosen), core._get_default_store(), name, timeout=timeout
+    )
+    core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, group)
 
 
 @contextlib.contextmanager

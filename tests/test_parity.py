@@ -298,7 +298,8 @@ def distances(name: str, recipe: Recipe, configs: list[dict[str, Any]], damage: 
         with DAMAGES[damage]() if damage else contextlib.nullcontext():
             trace = train_sharded(model, case, recipe, config, rank)
         is_sharded = num_ranks > 1 and config["stage"] > 0
-        found.append(compare(trace, oracle, rank, num_ranks, is_sharded))
+        num_shards = num_ranks // config.get("replicate", 1)
+        found.append(compare(trace, oracle, rank % num_shards, num_shards, is_sharded))
     return found
 
 
@@ -432,6 +433,21 @@ def test_gradients_larger_than_a_bucket_arrive_in_rounds_with_the_same_bits() ->
     for (gradients, largest), (expected, whole) in zip(found, run_ranks(gradients_in_rounds, 3, 2**26), strict=True):
         assert all(map(torch.equal, gradients, expected))
         assert 50_000 < largest <= 100_000 < whole
+
+
+@pytest.mark.parametrize("name", ["llama", "mlp"])
+def test_replicas_equal_one_process(name: str) -> None:
+    recipe = Recipe(num_micros=2, uses_no_sync=True, max_norm=0.5, oracle="summed", num_steps=5)
+    kinds = [{"collectives": kind} for kind in ("pairwise", "native", "host")]
+    kinds += [{"reduce_scatter": False}, {"reduce_scatter": "to_owner"}, {"bucket_bytes": 1}, {"prefetch_bytes": 0}]
+    plain = [{"stage": stage} for stage in (1, 2, 3)]
+    check(
+        name,
+        recipe,
+        4,
+        lambda _: TOLERANCE,
+        [{**each, "replicate": 2} for each in plain + [{"stage": 3, **kind} for kind in kinds]],
+    )
 
 
 def test_memory_and_traffic_settings_do_not_change_the_bits() -> None:

@@ -61,6 +61,10 @@ TORCH = [
     Seam(
         torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"
     ),
+    Seam(torch.distributed.distributed_c10d, "_new_process_group_helper", "group_name: GroupName", "new_group_among"),
+    Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "new_group_among"),
+    Seam(torch.distributed.distributed_c10d, "new_group", "new_group_with_tag", "new_group_among"),
+    Seam(torch.distributed.distributed_c10d, "_new_group_with_tag", "_world.pg_group_ranks[pg] =", "new_group_among"),
     Seam(torch.distributed.tensor._api, "", "r._spec = spec", "wrap_like, replaced_by_whole: where a DTensor keeps it"),
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),

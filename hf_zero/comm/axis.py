@@ -6,14 +6,16 @@ The only file that makes process groups, and that reads torch's default one.
 from __future__ import annotations
 
 import datetime
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_zero import torch_compat
 from hf_zero.comm.ledger import Ledger
 from hf_zero.errors import UsageError
 
@@ -93,26 +95,47 @@ def ranks_of(mesh: DeviceMesh | None) -> list[list[int]]:
     return [list(map(int, row)) for row in rows]
 
 
+class _Program:
+    """What this process has made under one default process group.
+
+    Attributes:
+        numbers: of groups by ranks: these ranks make them together, so they count alike.
+        meshes: by ranks and type of device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = weakref.ref(group)
+        self.numbers: dict[tuple[int, ...], Iterator[int]] = {}
+        self.meshes: dict[tuple[tuple[int, ...], str], DeviceMesh] = {}
+
+    @staticmethod
+    def now() -> _Program:
+        """That of the default group in place."""
+        global _program
+        group = default_group()
+        assert group is not None
+        if _program is None or _program.group() is not group:
+            _program = _Program(group)
+        return _program
+
+
+_program: _Program | None = None
+
+
 def _new_group(ranks: tuple[int, ...], timeout: datetime.timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    is_part = len(ranks) < dist.get_world_size()
-    made: dist.ProcessGroup = dist.new_group(
-        list(ranks) if is_part else None, timeout=timeout, backend=backend, use_local_synchronization=is_part
-    )
-    return made
-
-
-_meshes: dict[tuple[tuple[int, ...], str], tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
+    if len(ranks) == dist.get_world_size():
+        made: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+        return made
+    number = next(_Program.now().numbers.setdefault(ranks, itertools.count()))
+    name = f"hf_zero {'-'.join(map(str, ranks))} {number}"
+    return torch_compat.new_group_among(list(ranks), name, timeout, backend)
 
 
 def _mesh_over(ranks: tuple[int, ...], device_type: str) -> DeviceMesh:
     """The mesh over these ranks. Torch's `DTensor` caches treat equal meshes as one, so all of them must have one group."""
-    world = dist.group.WORLD
-    assert world is not None
-    known = _meshes.get((ranks, device_type))
-    if known is not None and known[0]() is world:
-        return known[1]
-    is_all = len(ranks) == dist.get_world_size()
-    group = world if is_all else _new_group(ranks, datetime.timedelta(seconds=_CONNECT_S))
-    made: DeviceMesh = DeviceMesh.from_group(group, device_type)
-    _meshes[ranks, device_type] = (weakref.ref(world), made)
-    return made
+    known = _Program.now().meshes
+    if (ranks, device_type) not in known:
+        is_all = len(ranks) == dist.get_world_size()
+        group = default_group() if is_all else _new_group(ranks, datetime.timedelta(seconds=_CONNECT_S))
+        known[ranks, device_type] = DeviceMesh.from_group(group, device_type)  # type: ignore[arg-type]
+    return known[ranks, device_type]

@@ -103,7 +103,7 @@ class Accumulation:
             dtype = self._world.precision.reduce_for(grad.dtype)
             if self.reducer is None:
                 self._kept[p] = None
-                _keep(p, _Sum(grad, dtype))
+                _keep(p, _Sum(grad, dtype), self._world)
             elif p in self._sums:
                 self._sums[p].add(grad)
             else:
@@ -147,7 +147,7 @@ class _Sum:
         return self._tensor if self._is_own else self._tensor.clone()
 
 
-def _keep(p: ZeroParameter, total: _Sum) -> None:
+def _keep(p: ZeroParameter, total: _Sum, world: World) -> None:
     """Let `.grad` hold what is not to be reduced now: see [Note: gradients under no_sync]."""
     before, param = p.param.grad, p.param
     if _is_own(p, before):
@@ -155,7 +155,8 @@ def _keep(p: ZeroParameter, total: _Sum) -> None:
         return
     own = total.own()
     if before is not None:  # reduced by an earlier backward: the mean over ranks gives it back
-        factor = p.layout.num_ranks if p.averages else int(p.is_sharded or p.rank == 0)
+        counts_once = world.is_first_replica if p.is_sharded else world.rank == 0
+        factor = p.layout.num_ranks if p.averages else int(counts_once)
         p.layout.rows_of(own, p.rank).add_(torch_compat.local_of(before), alpha=factor)
     param.grad = None
     if param.dtype != own.dtype:

@@ -66,7 +66,7 @@ class GatheredParameters:
     Example:
         with zero.GatheredParameters(model.lm_head, modifier_rank=0):
             if rank == 0:
-                model.lm_head.weight[:10].zero_()
+                torch.nn.init.normal_(model.lm_head.weight[-10:])
 
     Raises:
         UsageError: a parameter is in use by a forward or backward, or is not one of hf_zero's.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
@@ -70,14 +71,17 @@ class Twins:
         make: Callable[[], nn.Module] = Net,
         loss: Callable[[nn.Module, Any], Tensor] = square_loss,
         draw: Callable[[int, int], Any] = batch,
+        mesh: DeviceMesh | None = None,
         **config: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model, self.loss, self.draw = make(), loss, draw
         self.reference = copy.deepcopy(self.model)
         if dist.is_initialized():
-            dist.barrier()  # a worker that imports for the first time is late, and some tests wait for a short time only
-        self.engine = zero.shard_model(self.model, zero.ZeroConfig(stage=stage, **config))
+            dist.barrier(
+                None if mesh is None or mesh.ndim > 1 else mesh.get_group()
+            )  # a worker that imports for the first time is late, and some tests wait for a short time only
+        self.engine = zero.shard_model(self.model, zero.ZeroConfig(stage=stage, **config), mesh)
         self.rank, self.num_ranks = self.engine.world.rank, self.engine.world.num_ranks
         self.optimizers = [
             torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)

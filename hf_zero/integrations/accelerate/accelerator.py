@@ -77,6 +77,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if not torch.accelerator.is_available():
             kwargs["cpu"] = True
         given = kwargs.get("parallelism_config")
+        if kwargs.get("cpu"):
+            kwargs.pop("parallelism_config", None)  # accelerate refuses it on CPUs
         super().__init__(*args, **kwargs)
         if self.distributed_type in _UNSUPPORTED:
             raise ConfigError(
@@ -239,15 +241,17 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
 def _mesh_of(accelerator: Accelerator, given: ParallelismConfig | None) -> DeviceMesh | None:
     """The ranks that accelerate's `ParallelismConfig` asks to cut over, if it says anything of them."""
-    found = accelerator.parallelism_config
-    others = [name for name in ("tp_size", "cp_size", "sp_size") if found is not None and getattr(found, name) > 1]
+    found = given or accelerator.parallelism_config
+    if found is None:
+        return None
+    others = [name for name in ("tp_size", "cp_size", "sp_size") if getattr(found, name) > 1]
     if others:
         raise ConfigError(
             f"ZeroAccelerator knows data parallelism only, but the ParallelismConfig has {', '.join(others)}"
         )
-    if found is not None and found.dp_shard_size > 1:
+    if found.dp_shard_size > 1:
         names = _DATA_PARALLEL if found.dp_replicate_size > 1 else _DATA_PARALLEL[1:]
-        mesh: DeviceMesh = accelerator.torch_device_mesh[names]
+        mesh: DeviceMesh = found.get_device_mesh(accelerator.device.type)[names]
         return mesh
     if given is not None and given.dp_replicate_size > 1 and accelerator.zero_plugin.config.policy.shards_optimizer:
         raise ConfigError(
