@@ -314,6 +314,7 @@ class _Draw:
             config["collectives"] = "host"
         if self.stage:
             config["reduce_scatter"] = (True, False, True, "to_owner")[self.seed % 4]
+            config["replicate"] = 2 if self.num_ranks == 4 else 1
         if self.maybe(0.15):
             config["units"] = {"min_numel": rng.choice([1, 60, 100_000])}
         if self.stage == 3:
@@ -780,8 +781,9 @@ class _Run:
         local = like.to_local()
         if not any(placement.is_shard() for placement in like.placements):
             return local, whole
-        chunks = whole.chunk(self.case.num_ranks)
-        return local, chunks[self.rank] if self.rank < len(chunks) else whole[:0]
+        num_shards = self.case.num_ranks // self.case.config["replicate"]
+        chunks, shard = whole.chunk(num_shards), self.rank % num_shards
+        return local, chunks[shard] if shard < len(chunks) else whole[:0]
 
     def check_gradients(self) -> None:
         for name, ours, theirs in zip(self.names, self.params, self.reference.params, strict=True):
@@ -885,9 +887,9 @@ def replay(seed: int, num_ranks: int) -> None:
 
 
 def _jobs() -> list[tuple[int, range]]:
-    """(ranks, seeds) of each test: 120 seeds on 2 ranks, 20 on 3."""
+    """(ranks, seeds) of each test: 120 seeds on 2 ranks, 20 on 3, 12 on 4 in two replicas."""
     jobs = [(2, range(start, start + _SEEDS_A_JOB)) for start in range(0, 120, _SEEDS_A_JOB)]
-    return [*jobs, (3, range(1000, 1020))]
+    return [*jobs, (3, range(1000, 1020)), (4, range(2000, 2012))]
 
 
 @pytest.mark.parametrize(("num_ranks", "seeds"), _jobs(), ids=lambda value: str(value).replace(" ", ""))
