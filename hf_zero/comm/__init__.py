@@ -4,7 +4,8 @@ Nothing here knows what a model, a unit or a stage is: an exchange gets tensors 
 
 - `collectives`: the seam. What every implementation must provide, and what all of them share.
 - `exchange`: an exchange in flight; if it fails, its `wait` names the peer and the operation.
-- `native`, `pairwise`, `host/`: the implementations.
+- `axis`: which ranks exchange with each other, and the process groups that reach them.
+- `alone`, `native`, `pairwise`, `host/`: the implementations.
 - `select`: builds the requested implementation. `measure`: finds the fastest one for `auto`.
 - `ledger`: counts what really ran.
 

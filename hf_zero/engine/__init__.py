@@ -18,9 +18,9 @@ that are gathered together (`grouping`, `unit`), and hung hooks on the modules w
 so:
 
 - **Session.** The first event of a backward (a gradient of the root's output, of a call's output, or of a parameter) opens
-  a session: it holds the reducer and lives until autograd calls back at the end (`_end_backward`).
+  a session: it holds the gradients that have come (`accumulation`) and lives until autograd calls back at the end.
 - **Token.** Autograd drops its callbacks when a backward raises. The session's token is held by the callback alone, so a
-  dead weak reference to it means "broke off": the next event puts everything at rest before it goes on (`_recover`).
+  dead weak reference to it means "broke off": everything is put at rest (`Backward.recover`).
 - **Open calls.** The first gradient of a call's outputs opens the call: its units are made whole again, into the same
   storages, and the *same* function outputs are put back into the modules, because a checkpointed forward is recomputed
   without module hooks. The backward of `_Gather` gets all gradients of the call's parameters at once and closes it.
@@ -34,11 +34,13 @@ so:
 
 [Note: what users' code may do] Four rules, each written where it is kept: *an edit is seen* before it happens
 (`partitioned_tensor`); *whoever reads gets the whole* while a forward or backward runs (`reading`); *gradients under no_sync*
-are `.grad` itself, not a picture of it (`parameter`); *saved weights* are places, not tensors, so that no backward reads
+are `.grad` itself, not a picture of it (`accumulation`); *saved weights* are places, not tensors, so that no backward reads
 released memory (`saved`).
 
-Files, from the ground up: `precision` and `world` (what all share), `partitioned_tensor`, `parameter`, `unit`,
-`grouping`, `schedule`, `reduction`, `reading`, `saved`, `hooks`, `state_dict`, `engine`. Around it: `optimizers`,
+Files, from the ground up: `precision` and `world` (what all share), `partitioned_tensor`, `parameter`, `unit`, `grouping`,
+`schedule`, `reading`, `saved`, `call` (one call and what it holds), `gathering` (which units are whole), `reduction`,
+`accumulation` (gradients until they are reduced), `backward` (one backward), `hooks`, `state_dict`, `engine` (wires them; the
+events of a forward). Around it: `optimizers`,
 `gathered_parameters` (whole weights on demand), `forward_method` (methods other than `forward`), `summary` (what is
 printed at the start).
 """

@@ -229,7 +229,10 @@ class PartitionedTensor(DTensor):
 
 
 class UnreducedGradient(DTensor):
-    """What `.grad` is under `no_sync` in stage 1: this rank's whole gradient, with the placement `Partial`."""
+    """What `.grad` is under `no_sync` in stage 1: this rank's whole gradient, with the placement `Partial`.
+
+    Its mesh is the replica's: where there are several replicas, what torch computes of it (a norm) is of one of them.
+    """
 
     @classmethod
     def over(cls, whole: Tensor, parameter: DTensor, averages: bool) -> UnreducedGradient:
