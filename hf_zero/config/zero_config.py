@@ -1,6 +1,6 @@
 """ZeroConfig: what a user asks for, written in a call, a YAML or JSON file, or a DeepSpeed JSON file.
 
-This is the only file that knows stage numbers and the only reader of `HF_ZERO_*` variables. It imports neither torch
+This is the only file that knows stage numbers. It imports neither torch
 nor yaml at the top, so that `--help` stays quick: dtypes are words here.
 """
 
@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from hf_zero.config import deepspeed, deepspeed_rules, values
+from hf_zero.config import deepspeed, deepspeed_rules, files, values
 from hf_zero.config.deepspeed import ImportRow
 from hf_zero.errors import ConfigError
 
 __all__ = [
     "COLLECTIVES_VARIABLE",
-    "CONFIG_VARIABLE",
     "DeepSpeedImport",
     "ImportRow",
     "StagePolicy",
@@ -32,9 +29,6 @@ __all__ = [
     "load_with_import",
     "read_deepspeed",
 ]
-
-CONFIG_VARIABLE = "HF_ZERO_CONFIG"
-"""Environment variable: the file that `ZeroConfig.load(None)` reads."""
 
 COLLECTIVES_VARIABLE = "HF_ZERO_COLLECTIVES"
 """Environment variable: what `collectives: auto` stands for, instead of measuring."""
@@ -236,7 +230,7 @@ class ZeroConfig:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ZeroConfig:
         """The config in a YAML (.yaml, .yml) or JSON (.json) file, in our format or DeepSpeed's."""
-        return _from_mapping(_read_file(os.fsdecode(path)), os.fsdecode(path))[0]
+        return _from_mapping(files.read_file(os.fsdecode(path)), os.fsdecode(path))[0]
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], source: str = "the given mapping") -> ZeroConfig:
@@ -290,7 +284,7 @@ def load_with_import(
     """
     if isinstance(source, ZeroConfig):
         return source.replace(**overrides), None
-    mapping, name = _read(source)
+    mapping, name = files.read(source)
     config, imported = _from_mapping(mapping, name)
     if overrides:
         try:
@@ -309,7 +303,7 @@ def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str]) -> DeepSp
     Raises:
         ConfigError: it is not a DeepSpeed config, or asks for something that would train differently here.
     """
-    mapping, name = _read(source)
+    mapping, name = files.read(source)
     imported = _from_mapping(mapping, name)[1]
     if imported is None:
         raise ConfigError(f"{name}: is not a DeepSpeed config: it has none of its keys, such as 'zero_optimization'")
@@ -382,83 +376,3 @@ def _make(mapping: Mapping[Any, Any], source: str) -> ZeroConfig:
         return ZeroConfig(**mapping)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-
-
-def _read(source: object) -> tuple[object, str]:
-    """The raw content of a source, and the name that errors call it by."""
-    if source is None:
-        source = os.environ.get(CONFIG_VARIABLE)
-        if not source:
-            raise ConfigError(
-                f"no configuration was given and the environment variable {CONFIG_VARIABLE} is not set; "
-                "pass a path, or set it to the path of a YAML or JSON file"
-            )
-        content, name = _read(source)
-        return content, f"{CONFIG_VARIABLE}={name}"
-    if isinstance(source, Mapping):
-        return source, "the given mapping"
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return _parse_json(source, "the inline JSON"), "the inline JSON"
-    if isinstance(source, (str, os.PathLike)):
-        path = os.fsdecode(source)
-        return _read_file(path), path
-    raise ConfigError(
-        f"{values.shown(source)} is not a configuration; use a ZeroConfig, a mapping, a path, or JSON text in {{...}}"
-    )
-
-
-def _read_file(path: str) -> object:
-    suffix = Path(path).suffix.lower()
-    if suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(f"{path!r}: is not a configuration file; its name must end in .yaml, .yml or .json")
-    try:
-        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (the working directory is {os.getcwd()})") from None
-    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a NUL in the path
-        raise ConfigError(f"{path!r}: cannot be read: {error}") from None
-    return _parse_json(text, path) if suffix == ".json" else _parse_yaml(text, path)
-
-
-def _parse_json(text: str, source: str) -> object:
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        mapping: dict[str, object] = {}
-        for key, value in pairs:
-            if key in mapping:
-                raise ConfigError(f"{source}: key {values.shown(key)} is written twice; keep one")
-            mapping[key] = value
-        return mapping
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except ConfigError:
-        raise
-    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise ConfigError(f"{source}: cannot be read as JSON: {error}") from None
-
-
-def _parse_yaml(text: str, source: str) -> object:
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        """A SafeLoader that refuses a key written twice; YAML would silently keep the last one."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                    problem = f"key {values.shown(key.value)} is written twice; keep one"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                seen.add((key.tag, str(key.value)))
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, UniqueKeyLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{source}: is not YAML: {where}{error.problem or error.context}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-45
-        raise ConfigError(f"{source}: cannot be read as YAML: {error}") from None

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError
 from hf_zero.layout import RowLayout
-from hf_zero.sharding.construct import Cutter, is_mapped, is_parameter
+from hf_zero.sharding.construct import Cutter, is_parameter
+from hf_zero.sharding.whole_window import is_mapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_zero
-from hf_zero.sharding.construct import WINDOW_BYTES, Cutter, is_mapped
+from hf_zero.sharding.construct import Cutter
+from hf_zero.sharding.whole_window import WINDOW_BYTES, is_mapped
 from tests.models import CASES, VOCAB, AwkwardMLP, Stack
 from tests.ranks import run_ranks
 

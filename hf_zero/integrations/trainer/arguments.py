@@ -14,7 +14,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_zero.checkpoint.background import background_of, wait_for
-from hf_zero.config.zero_config import CONFIG_VARIABLE, ZeroConfig, load_with_import
+from hf_zero.config.files import CONFIG_VARIABLE
+from hf_zero.config.zero_config import ZeroConfig, load_with_import
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.summary import summary
 from hf_zero.errors import ConfigError

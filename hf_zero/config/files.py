@@ -1,0 +1,99 @@
+"""Where a configuration is written: mappings, YAML and JSON files, JSON text, and the file that HF_ZERO_CONFIG names.
+
+The only reader of the `HF_ZERO_*` variables but for `HF_ZERO_COLLECTIVES`, which `ZeroConfig.exchange` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_zero.config import values
+from hf_zero.errors import ConfigError
+
+CONFIG_VARIABLE = "HF_ZERO_CONFIG"
+"""Environment variable: the file that `ZeroConfig.load(None)` reads."""
+
+
+def read(source: object) -> tuple[object, str]:
+    """The raw content of a source, and the name that errors call it by."""
+    if source is None:
+        source = os.environ.get(CONFIG_VARIABLE)
+        if not source:
+            raise ConfigError(
+                f"no configuration was given and the environment variable {CONFIG_VARIABLE} is not set; "
+                "pass a path, or set it to the path of a YAML or JSON file"
+            )
+        content, name = read(source)
+        return content, f"{CONFIG_VARIABLE}={name}"
+    if isinstance(source, Mapping):
+        return source, "the given mapping"
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return _parse_json(source, "the inline JSON"), "the inline JSON"
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fsdecode(source)
+        return read_file(path), path
+    raise ConfigError(
+        f"{values.shown(source)} is not a configuration; use a ZeroConfig, a mapping, a path, or JSON text in {{...}}"
+    )
+
+
+def read_file(path: str) -> object:
+    """The raw content of a YAML (.yaml, .yml) or JSON (.json) file."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"{path!r}: is not a configuration file; its name must end in .yaml, .yml or .json")
+    try:
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file (the working directory is {os.getcwd()})") from None
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a NUL in the path
+        raise ConfigError(f"{path!r}: cannot be read: {error}") from None
+    return _parse_json(text, path) if suffix == ".json" else _parse_yaml(text, path)
+
+
+def _parse_json(text: str, source: str) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        mapping: dict[str, object] = {}
+        for key, value in pairs:
+            if key in mapping:
+                raise ConfigError(f"{source}: key {values.shown(key)} is written twice; keep one")
+            mapping[key] = value
+        return mapping
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
+        raise ConfigError(f"{source}: cannot be read as JSON: {error}") from None
+
+
+def _parse_yaml(text: str, source: str) -> object:
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        """A SafeLoader that refuses a key written twice; YAML would silently keep the last one."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    problem = f"key {values.shown(key.value)} is written twice; keep one"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add((key.tag, str(key.value)))
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{source}: is not YAML: {where}{error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-45
+        raise ConfigError(f"{source}: cannot be read as YAML: {error}") from None
