@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_zero.integrations.accelerate.accelerator import ZeroPlugin as ZeroPlugin
     from hf_zero.integrations.trainer.arguments import ZeroCallback as ZeroCallback
     from hf_zero.integrations.trainer.arguments import ZeroTrainingArguments as ZeroTrainingArguments
+    from hf_zero.integrations.trainer.arguments import with_zero as with_zero
     from hf_zero.sharding.init import Init as Init
     from hf_zero.sharding.init import disabled as disabled
     from hf_zero.sharding.init import leave_whole as leave_whole
@@ -51,6 +52,7 @@ _HOME = {
     "register_forward_method": "hf_zero.engine.forward_method",
     "shard_model": "hf_zero.sharding.shard_model",
     "undo": "hf_zero.sharding.init",
+    "with_zero": "hf_zero.integrations.trainer.arguments",
 }
 
 __all__ = sorted(_HOME)

@@ -1,4 +1,7 @@
-"""The command `hf-zero`: inspects, verifies, exports and imports checkpoints. Imports torch only when a command runs."""
+"""The command `hf-zero`: starts training; inspects, verifies, exports and imports checkpoints; benchmarks.
+
+Imports torch only when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from hf_zero import __version__
 from hf_zero.bench.commands import add_benchmarks
+from hf_zero.configure import add_arguments
 from hf_zero.errors import ZeroError
+from hf_zero.launch import launch
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.inspection import Contents
@@ -31,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 1 after an error or if a checkpoint is damaged. Wrong usage exits with 2.
     """
-    args = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(given[:1] if given[:1] == ["launch"] else given)  # what follows is accelerate's to read
     try:
-        code = int(args.run(args))
+        code = launch(given[1:]) if given[:1] == ["launch"] else int(args.run(args))
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -48,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-zero", description="Handle checkpoints of hf_zero, and run benchmarks.")
+    parser = argparse.ArgumentParser(
+        prog="hf-zero", description="Start training, handle checkpoints, and run benchmarks."
+    )
     parser.add_argument("--version", action="version", version=f"hf-zero {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -85,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-pickle", action="store_true", help="read pickles, which can run any code: only from sources you trust"
     )
     imports.set_defaults(run=_import)
+
+    add_arguments(
+        commands.add_parser("config", help="answer a few questions, or translate a DeepSpeed file; writes YAML")
+    )
+    commands.add_parser("launch", help="`accelerate launch` with --zero FILE, for any script (launch --help says more)")
 
     bench = commands.add_parser("bench", help="measure on this machine, beside other engines")
     add_benchmarks(bench.add_subparsers(required=True, metavar="WHAT"))

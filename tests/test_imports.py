@@ -20,7 +20,9 @@ _FLOORS = [
     ["sharding"],
     ["integrations.__init__", "integrations.accelerate"],
     ["integrations.trainer"],
+    ["integrations.everywhere"],
     ["bench"],
+    ["run", "launch", "configure"],
     ["cli"],
 ]
 _NOT_BELOW_CHECKPOINTS = {"accelerate", "transformers", "yaml", "rich", "datasets", "peft", "safetensors", "numpy"}

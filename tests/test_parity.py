@@ -610,13 +610,13 @@ def gradients_for_unused() -> Iterator[None]:
 @contextlib.contextmanager
 def forgotten_micro_batch() -> Iterator[None]:
     """The last micro-batch of a step replaces those before it."""
-    original = accumulation._take
+    original = accumulation.Accumulation._take
 
-    def take(p: Any, total: Any) -> Tensor | None:
+    def take(self: Any, p: Any, total: Any) -> Tensor | None:
         p.param.grad = None
-        return original(p, total)
+        return original(self, p, total)
 
-    with mock.patch.object(accumulation, "_take", take):
+    with mock.patch.object(accumulation.Accumulation, "_take", take):
         yield
 
 

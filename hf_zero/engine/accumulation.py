@@ -38,16 +38,19 @@ class Accumulation:
     Args:
         world: the ranks.
         reducer: where they go; None under `no_sync` in stages 0 and 1: then `.grad` keeps them, unreduced.
+        follows_no_sync: some ranks may have kept gradients since the last reduction.
     """
 
-    def __init__(self, world: World, reducer: Reducer | None) -> None:
+    def __init__(self, world: World, reducer: Reducer | None, follows_no_sync: bool = False) -> None:
         self.reducer = reducer
+        self._follows_no_sync = follows_no_sync
         self._world = world
         # Stages 0 and 1 reduce once a step, and one use after the other makes this rank's own sum.
         self._keeps_whole = world.num_ranks > 1 and not world.config.policy.shards_gradients
         self._hooked: dict[Unit, Found] = {}  # that wait for users' hooks, until all of them are there
         self._sums: dict[ZeroParameter, _Sum] = {}
         self._kept: dict[ZeroParameter, None] = {}
+        self._taken: set[ZeroParameter] = set()  # whose `.grad` may hold what this backward has reduced already
 
     def add(self, unit: Unit, found: Found) -> None:
         """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come."""
@@ -113,10 +116,28 @@ class Accumulation:
             self._reduce_sums(unit, self.reducer)
 
     def _reduce_sums(self, unit: Unit, reducer: Reducer) -> None:
-        taken = {id(p): _take(p, self._sums.pop(p, None)) for p in unit.trainable()}
+        taken = {id(p): self._take(p, self._sums.pop(p, None)) for p in unit.trainable()}
         found = {key: grad for key, grad in taken.items() if grad is not None}
         if found:
             reducer.ready(unit, found)
+
+    def _take(self, p: ZeroParameter, total: _Sum | None) -> Tensor | None:
+        """What is to be reduced: the running backward's sum, and what earlier ones have left in `.grad`."""
+        before, is_own = p.param.grad, _is_own(p, p.param.grad)
+        # A whole gradient that was reduced is part of what other ranks have kept, so it is part of what this one gives.
+        is_shared = self._follows_no_sync and before is not None and not p.is_sharded and p not in self._taken
+        self._taken.add(p)
+        if is_own or is_shared:
+            p.param.grad = None
+        if p.has_own_grad and p.param.grad is None and p.param.grad_dtype != p.param.dtype:
+            p.param.grad_dtype = p.param.dtype
+        p.has_own_grad = False
+        if not is_own and not (is_shared and (p.averages or self._world.rank == 0)):
+            return None if total is None else total.read()
+        local = torch_compat.local_of(before)  # type: ignore[arg-type]
+        if not is_own:
+            local = local.to(self._world.precision.reduce_for(p.compute_dtype), copy=True)
+        return local if total is None else local.add_(total.read())
 
 
 class _Sum:
@@ -170,17 +191,3 @@ def _is_own(p: ZeroParameter, grad: Tensor | None) -> bool:
     if grad is None or not p.has_own_grad:
         return False
     return not isinstance(grad, DTensor) or grad.placements[0].is_partial()
-
-
-def _take(p: ZeroParameter, total: _Sum | None) -> Tensor | None:
-    """What is to be reduced: the running backward's sum, and what earlier ones have left in `.grad`."""
-    before = p.param.grad
-    if not _is_own(p, before):
-        p.has_own_grad = False
-        return None if total is None else total.read()
-    local = torch_compat.local_of(before)  # type: ignore[arg-type]
-    p.param.grad = None
-    if p.param.grad_dtype != p.param.dtype:
-        p.param.grad_dtype = p.param.dtype
-    p.has_own_grad = False
-    return local if total is None else local.add_(total.read())

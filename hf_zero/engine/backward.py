@@ -87,6 +87,7 @@ class Backward:
         self._world = world
         self._ways = ways(parameters, world)
         self._is_syncing = True
+        self._follows_no_sync = False  # since the last reduction
 
     # --- the pass -----------------------------------------------------------------------------------------------
 
@@ -100,7 +101,8 @@ class Backward:
         self.recover_if_dead()
         if self.session is None:
             self.gathering.flush_edits()
-            self.session = _Session(Accumulation(self._world, self._make_reducer()), self._on_break)
+            gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
+            self.session = _Session(gradients, self._on_break)
             self.gathering.order.begin("backward")
             token = self.session.take_token()
             torch_compat.after_backward(lambda token=token: self._end())  # type: ignore[misc]
@@ -132,6 +134,7 @@ class Backward:
         if session.has_gradients:
             order = session.gradients.finish(reversed(self.gathering.units))
             self.gathering.expect(order or self.gathering.reductions)
+            self._follows_no_sync = self._follows_no_sync and session.gradients.reducer is None
 
     def _on_break(self, session: _Session) -> None:
         """Autograd has dropped a session's callback: it has been called, or the backward broke off."""
@@ -167,6 +170,7 @@ class Backward:
         optimizer's step must run outside.
         """
         before, self._is_syncing = self._is_syncing, False
+        self._follows_no_sync = True  # told by the context, which all ranks enter: not all may run a backward in it
         try:
             yield
         finally:

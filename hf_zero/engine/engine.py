@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import threading
 import weakref
@@ -37,8 +36,21 @@ from hf_zero.errors import PartitionError, UsageError
 
 logger = logging.getLogger(__name__)
 
+
+class _Counter:
+    """Numbers engines as they are made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def next(self) -> int:
+        """The next number, from 0."""
+        self.made += 1
+        return self.made - 1
+
+
 _live_engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
-_numbers = itertools.count()
+_numbers = _Counter()
 
 
 class ZeroEngine:
@@ -61,7 +73,7 @@ class ZeroEngine:
 
     def __init__(self, model: nn.Module, world: World, copied_as: Any = None) -> None:
         self.world = world
-        self.number = next(_numbers)
+        self.number = _numbers.next()
         self._copied_as = copied_as
         self._model = weakref.ref(model)
         self._handles: list[Any] = []
@@ -360,6 +372,11 @@ def engine_of(model: nn.Module) -> ZeroEngine | None:
     """The engine of a model (of the whole model, not of a part of it), if it has one."""
     engine = model.__dict__.get("_zero_engine")
     return engine if isinstance(engine, ZeroEngine) and engine.model is model else None
+
+
+def number_of_engines() -> int:
+    """How many engines this process has made."""
+    return _numbers.made
 
 
 def live_engines() -> list[ZeroEngine]:

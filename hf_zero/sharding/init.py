@@ -172,9 +172,10 @@ def undo() -> None:
     import sys
 
     _undo_activation()
-    patch = sys.modules.get("hf_zero.integrations.trainer.patch")
-    if patch is not None:
-        patch.remove()
+    for name, how in (("trainer.patch", "remove"), ("everywhere", "undo")):
+        module = sys.modules.get(f"hf_zero.integrations.{name}")
+        if module is not None:
+            getattr(module, how)()
 
 
 @contextmanager

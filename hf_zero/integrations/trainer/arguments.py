@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from hf_zero.config.files import CONFIG_VARIABLE
 from hf_zero.config.zero_config import ZeroConfig, load_with_import
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.summary import summary
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UsageError
 from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
@@ -26,6 +28,8 @@ from hf_zero.sharding import init
 from hf_zero.sharding.shard_model import shard_model
 
 logger = logging.getLogger(__name__)
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 @dataclass
@@ -65,59 +69,119 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
         default=False, metadata={"help": "Resume from a checkpoint with another number of samples per step."}
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        after = cls.__mro__[cls.__mro__.index(ZeroTrainingArguments) + 1 :]
+        hidden = [
+            base.__name__ for base in after if base is not TrainingArguments and issubclass(base, TrainingArguments)
+        ]
+        if hidden:
+            raise UsageError(
+                f"class {cls.__name__}(ZeroTrainingArguments, {hidden[0]}) would lose the defaults of {hidden[0]}: write "
+                f"class {cls.__name__}({hidden[0]}, ZeroTrainingArguments), or hf_zero.with_zero({hidden[0]})"
+            )
+
     def __post_init__(self) -> None:
         """Read the configuration, start the process group, and partition models from now on."""
-        use_cpu_without_accelerator()
-        self.zero_config = self._read_config()
-        if self.zero_config is not None:
-            self._check_combination()  # before transformers starts what cannot be combined
-            if not torch.accelerator.is_available():
-                self.use_cpu = True  # else transformers refuses bf16
-        super().__post_init__()
-        if self.zero_config is None:
-            return
-        if self.bf16 and self.zero_config.compute_dtype == "auto":
-            self.zero_config = self.zero_config.replace(compute_dtype="bfloat16")
-        _ = self.device  # starts the process group
-        init.activate(self.zero_config, self.device)
-        patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
+        start(self, super().__post_init__)
 
-    def _read_config(self) -> ZeroConfig | None:
-        if self.zero is None and not os.environ.get(CONFIG_VARIABLE):
-            return None
-        config, imported = load_with_import(self.zero)
-        if imported is not None:
-            self._take_over(imported.training)
-            logger.info("%s", imported.table())
-        return config
 
-    def _take_over(self, values: Mapping[str, Any]) -> None:
-        """Use what a DeepSpeed file says about training; an argument that says something else is an error."""
-        defaults = {name: entry.default for name, entry in type(self).__dataclass_fields__.items()}
-        for name, value in values.items():
-            if name not in defaults:
-                continue
-            mine = getattr(self, name)
-            if mine not in (defaults[name], value):
-                raise ConfigError(f"{name} is {value!r} in the DeepSpeed configuration but {mine!r} in the arguments")
-            setattr(self, name, value)
+def start(args: TrainingArguments, make: Callable[[], None]) -> None:
+    """Read the configuration of arguments, start the process group, and partition models from now on.
 
-    def _check_combination(self) -> None:
-        if self.fsdp or self.deepspeed:
-            raise ConfigError("zero cannot be combined with fsdp or deepspeed: keep one of them")
-        if "adafactor" in str(getattr(self.optim, "value", self.optim)):
-            raise ConfigError(
-                "optim='adafactor' needs whole matrices, which hf_zero cannot give it yet; use adamw_torch"
-            )
-        if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
-            raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
-        if self.fp16:
-            raise ConfigError("fp16 is not supported with zero yet (it needs loss scaling); use bf16=True")
-        for name in ("bf16_full_eval", "fp16_full_eval"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} casts the parameters that are being trained; use compute_dtype in zero instead"
-                )
+    Args:
+        args: of any class; their configuration is `args.zero`, where there is such a field, or the file that
+            HF_ZERO_CONFIG names. `args.zero_config` will hold it.
+        make: what transformers does with them.
+
+    Raises:
+        ConfigError: the configuration has a mistake, or contradicts another argument.
+    """
+    use_cpu_without_accelerator()
+    config = args.zero_config = _read_config(args)
+    if config is not None:
+        _check_combination(args)  # before transformers starts what cannot be combined
+        if not torch.accelerator.is_available():
+            args.use_cpu = True  # else transformers refuses bf16
+    elif args.deepspeed and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "DeepSpeed is not installed, but its file can be used here: zero takes what deepspeed was given"
+        )
+    make()
+    if config is None:
+        return
+    if args.bf16 and config.compute_dtype == "auto":
+        config = args.zero_config = config.replace(compute_dtype="bfloat16")
+    _ = args.device  # starts the process group
+    init.activate(config, args.device)
+    patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
+
+
+def _read_config(args: TrainingArguments) -> ZeroConfig | None:
+    source = getattr(args, "zero", None)
+    if source is None and not os.environ.get(CONFIG_VARIABLE):
+        return None
+    config, imported = load_with_import(source)
+    if imported is not None:
+        _take_over(args, imported.training)
+        logger.info("%s", imported.table())
+    return config
+
+
+def _take_over(args: TrainingArguments, values: Mapping[str, Any]) -> None:
+    """Use what a DeepSpeed file says about training; an argument that says something else is an error."""
+    defaults = {name: entry.default for name, entry in type(args).__dataclass_fields__.items()}
+    for name, value in values.items():
+        if name not in defaults:
+            continue
+        mine = getattr(args, name)
+        if mine not in (defaults[name], value):
+            raise ConfigError(f"{name} is {value!r} in the DeepSpeed configuration but {mine!r} in the arguments")
+        setattr(args, name, value)
+
+
+def _check_combination(args: TrainingArguments) -> None:
+    if args.fsdp or args.deepspeed:
+        raise ConfigError("zero cannot be combined with fsdp or deepspeed: keep one of them")
+    if "adafactor" in str(getattr(args.optim, "value", args.optim)):
+        raise ConfigError("optim='adafactor' needs whole matrices, which hf_zero cannot give it yet; use adamw_torch")
+    if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
+        raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
+    if args.fp16:
+        raise ConfigError("fp16 is not supported with zero yet (it needs loss scaling); use bf16=True")
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ConfigError(f"{name} casts the parameters that are being trained; use compute_dtype in zero instead")
+
+
+@functools.cache
+def with_zero(arguments: type[Arguments]) -> type[Arguments]:
+    """A class of arguments with the fields of `ZeroTrainingArguments` beside its own, and all of its own defaults.
+
+    Args:
+        arguments: a dataclass derived from `TrainingArguments`, such as TRL's `SFTConfig` or `Seq2SeqTrainingArguments`.
+
+    Example:
+        args = zero.with_zero(SFTConfig)(output_dir="out", zero="configs/zero3.yaml")
+    """
+    if issubclass(arguments, ZeroTrainingArguments):
+        return arguments
+    if not issubclass(arguments, TrainingArguments):
+        raise UsageError(f"{arguments.__name__} is not derived from transformers.TrainingArguments")
+    body = {
+        "__doc__": f"`{arguments.__name__}` that also take a ZeRO configuration; see `hf_zero.with_zero`.",
+        "__module__": arguments.__module__,
+        "__reduce__": lambda self: (_remade, (arguments, vars(self))),
+        "_VALID_DICT_FIELDS": [*arguments._VALID_DICT_FIELDS, "zero"],
+    }
+    return dataclass(type(f"Zero{arguments.__name__}", (arguments, ZeroTrainingArguments), body))
+
+
+def _remade(arguments: type, state: dict[str, Any]) -> Any:
+    """What `pickle` makes of arguments of a class that no module has by name."""
+    made = object.__new__(with_zero(arguments))
+    vars(made).update(state)
+    return made
 
 
 class ZeroCallback(TrainerCallback):  # type: ignore[misc]

@@ -1,0 +1,77 @@
+"""Run a script under ZeRO without changing it: `accelerate launch -m hf_zero.run --zero zero3.yaml script.py ...`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_zero.config.files import CONFIG_VARIABLE
+from hf_zero.errors import ConfigError, UsageError
+
+_HELP = ("-h", "--help")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the script that the command line names, as `python script.py ...` would.
+
+    Its plain `TrainingArguments` (of any class) and `Accelerator` take the configuration. A script that ends well without
+    having trained or run any model under ZeRO ends in an error, since that is not what was asked for.
+
+    Args:
+        argv: the arguments; those of the process by default.
+
+    Raises:
+        ConfigError: the configuration has a mistake, or another number of processes runs than was asked for.
+        UsageError: the script has partitioned nothing.
+    """
+    args = _parser().parse_args(argv)
+    if args.zero:
+        os.environ[CONFIG_VARIABLE] = args.zero
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.expect is not None and args.expect != world_size:
+        raise ConfigError(
+            f"{args.expect} processes were asked for, but {world_size} run: on CPU, `hf-zero launch` starts them, or "
+            "accelerate with a config of `distributed_type: MULTI_GPU` and `use_cpu: true`"
+        )
+    from hf_zero.config.zero_config import ZeroConfig
+    from hf_zero.engine.engine import number_of_engines
+    from hf_zero.integrations.everywhere import switch_on
+
+    ZeroConfig.load(None)  # before the script spends time
+    switch_on()
+    sys.argv = [args.script, *args.rest]
+    asks_for_help = any(word in args.rest for word in _HELP)
+    try:
+        if args.module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(args.script).resolve().parent)
+            runpy.run_path(args.script, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code or asks_for_help:
+            raise
+    if not number_of_engines():
+        raise UsageError(
+            f"{args.script} was to run under ZeRO ({os.environ[CONFIG_VARIABLE]}), but it has partitioned no model: it makes "
+            "neither TrainingArguments nor an Accelerator, or has run no model; call hf_zero.shard_model in it"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hf_zero.run", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--zero", metavar="FILE", help=f"our configuration or DeepSpeed's (default: ${CONFIG_VARIABLE})"
+    )
+    parser.add_argument("--expect", type=int, metavar="N", help="refuse another number of processes")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in `python -m`")
+    parser.add_argument("script", help="what to run")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
