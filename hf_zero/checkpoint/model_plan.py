@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -78,15 +78,18 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
         whole[name] = tracer.source(name, tuple(value.shape), kind)
     if not hasattr(type(model), "save_pretrained"):
         return _plan_plain(model, whole)
+    from huggingface_hub.serialization import _torch
+    from transformers import modeling_utils
+
     written: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
 
     def record(tensors: dict[str, Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
         written[Path(filename).name] = dict(tensors), dict(metadata or {})
 
     # Tensors that share a storage go to one file, but huggingface_hub cannot tell the storages of meta tensors apart.
-    storages = mock.patch("huggingface_hub.serialization._torch.get_torch_storage_id", _storage_of)
-    no_bar = mock.patch("transformers.modeling_utils.logging.tqdm", lambda files, **_: files)
-    with mock.patch("transformers.modeling_utils.safe_save_file", record), storages, no_bar, tracer:
+    storages = _replaced(_torch, "get_torch_storage_id", _storage_of)
+    no_bar = _replaced(modeling_utils.logging, "tqdm", lambda files, **_: files)
+    with _replaced(modeling_utils, "safe_save_file", record), storages, no_bar, tracer:
         type(model).save_pretrained(model, folder, state_dict=whole, **options)  # type: ignore[attr-defined]
     plan = Plan()
     for name, (tensors, metadata) in written.items():
@@ -99,6 +102,16 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
         infos = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
         plan += Plan((layout_file(name, infos, metadata),), pieces)
     return plan
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:

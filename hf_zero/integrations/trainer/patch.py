@@ -50,8 +50,8 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
     wrappers: dict[str, Callable[..., Any]] = {
         "__init__": functools.partial(_wrap_init, prepare_model=prepare_model, callback=callback),
         "call_model_init": functools.partial(_wrap_call_model_init, prepare_model=prepare_model),
-        "train": functools.partial(_wrap_train),
-        "_save": functools.partial(_wrap_save),
+        "train": _wrap_train,
+        "_save": _wrap_save,
         "_save_checkpoint": _wrap_save_checkpoint,
         "_save_optimizer_and_scheduler": _wrap_save_optimizer,
         "_load_from_checkpoint": _wrap_load_weights,
