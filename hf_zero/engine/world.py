@@ -8,9 +8,10 @@ import os
 import pickle
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,10 @@ from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.precision import Precision
-from hf_zero.errors import ConfigError, UsageError, ZeroError
+from hf_zero.errors import CollectiveError, ConfigError, UsageError, ZeroError
 from hf_zero.layout import RowLayout
+
+Result = TypeVar("Result")
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -237,23 +240,50 @@ class World:
                 found.append(pickle.loads(text.numpy().tobytes()))
         return found
 
-    def raise_together(self, problem: str | None, what: str, kind: type[ZeroError]) -> None:
-        """Raise `kind` on every rank if any rank has a problem: one rank raising alone looks like a hang to the others.
+    @contextmanager
+    def together(self, what: str, kind: type[ZeroError], timeout_s: float | None = None) -> Iterator[None]:
+        """An error in the block on any rank becomes an error on all: one that raised alone would look like a hang.
 
         Args:
-            problem: what is wrong on this rank; None if nothing is.
-            what: what all ranks are doing.
+            what: all ranks are doing, in the error.
             kind: the error's class.
+            timeout_s: that the ranks wait for each other after the block; None: as for any exchange.
+
+        Raises:
+            CollectiveError: in the block, so that the others know already; or a rank did not come.
         """
-        words = (problem or "").encode()
+        error: Exception | None = None
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except Exception as caught:
+            error = caught
+        if timeout_s is not None:
+            self.meet(what, timeout_s)
+        words = b"" if error is None else described(error, kind).encode()
         lengths = self.everyone.agree([len(words)], what)
         longest = max(length for (length,) in lengths)
-        rows = self.everyone.agree([*words, *bytes(longest - len(words))], what)
         if longest:
+            rows = self.everyone.agree([*words, *bytes(longest - len(words))], what)
             numbered = zip(self.everyone.ranks, rows, lengths, strict=True)
             said = {rank: bytes(row[:length]).decode(errors="replace") for rank, row, (length,) in numbered}
             texts = {text: rank for rank, text in reversed(said.items()) if text}
-            raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in texts.items()))
+            raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in texts.items())) from error
+
+    def from_first(self, work: Callable[[], Result], what: str, kind: type[ZeroError]) -> Result:
+        """What `work()` returns on rank 0, or its error, on all ranks; see `together`."""
+        result = None
+        with self.together(what, kind):
+            if self.rank == 0:
+                result = work()
+        return cast(Result, self.share(result, what))
+
+
+def described(error: Exception, kind: type[ZeroError]) -> str:
+    """What an error says; with its class, unless that is `kind`, which is what the reader gets."""
+    said = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
+    return said or type(error).__name__
 
 
 def _replicas(ranks: list[list[int]], config: ZeroConfig) -> list[list[int]]:

@@ -21,14 +21,14 @@ from torch import nn
 
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import background_of, wait_for
-from hf_zero.checkpoint.commit import StagedCheckpoint, latest, staged_in, verify
-from hf_zero.checkpoint.cooperative import attempt, read_files, write_plan
+from hf_zero.checkpoint.commit import StagedCheckpoint, latest, staged_in, tidying, verify
+from hf_zero.checkpoint.cooperative import read_files, write_plan
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.world import World
-from hf_zero.errors import CheckpointError, CollectiveError, UsageError
+from hf_zero.errors import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +67,9 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     final = run / f"checkpoint-{trainer.state.global_step}"
     staged = StagedCheckpoint(final, engine.world, background_of(engine.world))
     best_before = trainer.state.best_model_checkpoint
-    try:
-        with _into(trainer, staged):
-            original(trainer, model, trial)
-            _name_best(trainer, staged)
-    except CollectiveError:
-        raise  # there is nobody to agree with
-    except Exception as error:
-        staged.problem = staged.problem or f"{type(error).__name__}: {error}"
+    with staged.filling(), _into(trainer, staged):
+        original(trainer, model, trial)
+        _name_best(trainer, staged)
     world = engine.world
     manifest = Manifest(
         step=trainer.state.global_step,
@@ -91,9 +86,9 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
 
 
 def _rotate(trainer: Any, run: Path, world: World) -> None:
-    problem = attempt(functools.partial(_remove_old, trainer, run)) if world.rank == 0 else None
-    if problem is not None:
-        logger.warning("old checkpoints in %s are still there: %s", run, problem)
+    if world.rank == 0:
+        with tidying(f"old checkpoints in {run}"):
+            _remove_old(trainer, run)
 
 
 @contextmanager
@@ -103,13 +98,8 @@ def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with staged.filling():
                 return method(*args, **kwargs)
-            except CollectiveError:
-                raise
-            except Exception as error:
-                staged.problem = staged.problem or f"{type(error).__name__}: {error}"
-                return None
 
         return run
 
@@ -177,19 +167,13 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
     """
     engine = engine_under(trainer.model)
     assert engine is not None and engine.model is not None
-    world, problem, loaded = engine.world, None, None
-    try:
+    world, what = engine.world, f"reading the optimizer of {folder}"
+    with world.together(what, CheckpointError):
         loaded = LoadedState(folder, OPTIMIZER, trainer.optimizer, engine.model)
         scheduler = torch.load(folder / _SCHEDULER, weights_only=True)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
-    assert loaded is not None
-    plan, sources = loaded.install()
-    problem = attempt(
-        lambda: read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
-    )
-    world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
+    with world.together(what, CheckpointError):
+        plan, sources = loaded.install()
+        read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
     trainer.lr_scheduler.load_state_dict(scheduler)
 
 

@@ -24,7 +24,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from hf_zero.checkpoint.cooperative import attempt
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.optimizers import rebind_optimizer
@@ -147,8 +146,8 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if state_dict is not None or not is_plain_module or engine is None or engine.model is not self.model:
             return original(self, output_dir, state_dict)
         folder = output_dir if output_dir is not None else self.args.output_dir
-        problem = attempt(lambda: original(self, output_dir, {}))  # everything but the weights
-        engine.world.raise_together(problem, f"saving {folder}", CheckpointError)
+        with engine.world.together(f"saving {folder}", CheckpointError):
+            original(self, output_dir, {})  # everything but the weights
         return write_model(engine.model, Path(folder), engine.world)
 
     return wrapped
