@@ -16,6 +16,7 @@ from hf_zero import torch_compat
 from hf_zero.checkpoint.pieces import Piece, identity
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file
 from hf_zero.checkpoint.trace import Tracer
+from hf_zero.engine.world import world_that_cut
 from hf_zero.layout import RowLayout
 
 WEIGHTS = "model.safetensors"
@@ -52,11 +53,9 @@ def model_sources(model: nn.Module) -> dict[str, Source]:
 
 def source_of(value: Tensor) -> Source:
     """This rank's part of one tensor."""
-    shape = tuple(value.shape)
-    layout = RowLayout(shape, 1)
-    if isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements):
-        layout = RowLayout(shape, value.device_mesh.size())
-    return Source(torch_compat.local_of(value), layout)
+    if isinstance(value, DTensor):
+        return Source(torch_compat.local_of(value), world_that_cut(value).layout_of(value))
+    return Source(value.detach(), RowLayout(tuple(value.shape), 1))
 
 
 def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Plan:

@@ -181,15 +181,13 @@ class World:
         """Whether this world was made under the default process group that is in place now (None: no group)."""
         return self.default_group is default_group
 
-    def layout_for(self, shape: torch.Size, is_complex: bool = False) -> RowLayout:
-        """How a parameter of `shape` is cut: over the ranks of a replica, or not at all where it stays whole."""
-        numel = shape.numel()
-        stays_whole = not self.partitions or not shape or numel <= self.config.keep_whole_numel or is_complex
-        return RowLayout(tuple(shape), 1 if stays_whole else self.num_shards)
-
     def layout_of(self, param: Tensor) -> RowLayout:
-        """How a parameter is cut already: over the ranks of a replica, or not at all."""
-        is_cut = isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
+        """How a `DTensor` is cut, or a plain parameter is to be: over the ranks of a replica, or not at all."""
+        if isinstance(param, DTensor):
+            is_cut = any(placement.is_shard() for placement in param.placements)
+        else:
+            is_large = param.ndim > 0 and param.numel() > self.config.keep_whole_numel
+            is_cut = self.partitions and is_large and not param.is_complex()
         return RowLayout(tuple(param.shape), self.num_shards if is_cut else 1)
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
@@ -211,8 +209,7 @@ class World:
             return local.clone()
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
-        start, stop = layout.local_span_in_chunk(self.shard_rank)
-        flat[start:stop] = local.reshape(-1)
+        layout.elements_of(flat, self.shard_rank).copy_(local.reshape(-1))
         self.collectives.gather([Rows(flat, layout)], unit).wait()
         whole = flat[: layout.numel].view(layout.shape)
         # In memory of its own: `save_pretrained` splits files by the bytes of storages.
@@ -328,3 +325,21 @@ def world_of(param: DTensor) -> World | None:
     # A detached or moved copy has lost the attribute; the last world over the same ranks will do, the same on every rank.
     fitting = [each for each in _worlds if each.num_shards > 1 and each.collectives.mesh == param.device_mesh]
     return max(fitting, key=lambda each: each.number, default=None)
+
+
+def world_that_cut(param: DTensor) -> World:
+    """The ranks over which hf_zero has partitioned `param`.
+
+    Raises:
+        UsageError: somebody else made it.
+    """
+    world = world_of(param)
+    if world is None:
+        raise UsageError("this DTensor was not made by hf_zero, which cannot tell its rows; use its full_tensor()")
+    return world
+
+
+def own_rows(whole: Tensor, param: DTensor) -> Tensor:
+    """This rank's rows of `whole`, cut as `param` is."""
+    world = world_that_cut(param)
+    return world.layout_of(param).rows_of(whole, world.shard_rank)

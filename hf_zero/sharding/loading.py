@@ -107,9 +107,7 @@ def names_to_read_whole(
     state = model.state_dict()
     prefix = model.base_model_prefix
     whole = {
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if world.layout_for(param.shape, param.is_complex()).num_ranks == 1
+        name for name, param in model.named_parameters(remove_duplicate=False) if world.layout_of(param).num_ranks == 1
     }
     sources: dict[str, dict[str, list[Shape]]] = {}
     converter_of: dict[str, Any] = {}

@@ -272,7 +272,7 @@ def partition_one(found: Found, world: World) -> None:
             param._zero_made_in = param.dtype  # type: ignore[attr-defined]
             param.data = param.data.to(dtype)
         return
-    layout = world.layout_for(param.shape, param.is_complex())
+    layout = world.layout_of(param)
     new = cut(param, layout, world.shard_rank, dtype, world.collectives.mesh)
     new._zero_world = world  # type: ignore[attr-defined]
     new._zero_made_in = param.dtype  # type: ignore[attr-defined]
