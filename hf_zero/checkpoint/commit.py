@@ -250,22 +250,44 @@ def verify(folder: Path, world: World | None) -> Manifest:
     return manifest
 
 
-def latest(folder: Path, key: Callable[[Path], int | None]) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in a folder that verifies, and why each newer one was skipped.
+def latest(
+    folder: Path, key: Callable[[Path], int | None], world: World | None = None
+) -> tuple[Path | None, Manifest | None, list[str]]:
+    """The newest checkpoint in a folder that verifies, its manifest, and why each newer one was skipped.
 
     Args:
         folder: of a run.
         key: a checkpoint's place in time, by its path; None for a path that is not a checkpoint.
+        world: the ranks, which share the reading; None: this process alone.
     """
-    if not folder.is_dir():
-        return None, []
-    recover(folder, key)
-    candidates = [(step, path) for path in folder.iterdir() if path.is_dir() and (step := key(path)) is not None]
+
+    def newest_first() -> list[Path]:
+        if not folder.is_dir():
+            return []
+        recover(folder, key)
+        steps = [(step, path) for path in folder.iterdir() if path.is_dir() and (step := key(path)) is not None]
+        return [path for _, path in sorted(steps, reverse=True)]
+
+    what = f"looking for a checkpoint in {folder}"
+    candidates = newest_first() if world is None else world.from_first(newest_first, what, CheckpointError)
     skipped: list[str] = []
-    for _, path in sorted(candidates, reverse=True):
+    for path in candidates:
         try:
-            verify(path, None)
-            return path, skipped
+            return path, verify(path, world), skipped
         except (CheckpointError, OSError) as error:
             skipped.append(str(error))
-    return None, skipped
+            if world is None or world.rank == 0:
+                logger.warning("checkpoint skipped: %s", error)
+    return None, None, skipped
+
+
+def newest(folder: Path, key: Callable[[Path], int | None], world: World) -> tuple[Path, Manifest]:
+    """The newest checkpoint in a folder that verifies, with its manifest; called by all ranks together.
+
+    Raises:
+        CheckpointError: on all ranks, if there is none.
+    """
+    path, manifest, skipped = latest(folder, key, world)
+    if path is None or manifest is None:
+        raise CheckpointError(f"no valid checkpoint in {folder}{': ' if skipped else ''}{'; '.join(skipped)}")
+    return path, manifest

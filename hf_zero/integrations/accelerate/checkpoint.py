@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint import disk
-from hf_zero.checkpoint.commit import StagedCheckpoint, latest, recover_one, tidying, verify
+from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
 from hf_zero.checkpoint.cooperative import match, read_files
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from hf_zero.checkpoint.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
@@ -321,8 +321,7 @@ def load_state(
     """
     world = world_of_accelerator(accelerator)
     assert world is not None
-    folder = _folder_to_load(accelerator, input_dir, world)
-    manifest = verify(folder, world)
+    folder, manifest = _find(accelerator, input_dir, world)
     kwargs = {**load_kwargs, **({"weights_only": False} if allow_pickle else {})}
     what = f"loading {folder}"
     with world.together(what, CheckpointError):
@@ -357,23 +356,15 @@ def load_state(
             obj.load_state_dict(state)
 
 
-def _folder_to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> Path:
-    parent = _naming_folder(accelerator, "load_state") if input_dir is None else None
-
-    def choose() -> Path:
-        if parent is None:
-            folder = Path(cast(str, input_dir)).expanduser().absolute()
-            recover_one(folder)
-            return folder
-        found, skipped = latest(parent, _number)
-        for reason in skipped:
-            logger.warning("checkpoint skipped: %s", reason)
-        if found is None:
-            reasons = f": {'; '.join(skipped)}" if skipped else ""
-            raise CheckpointError(f"no valid checkpoint in {parent}{reasons}")
-        return found
-
-    return world.from_first(choose, "finding a checkpoint", CheckpointError)
+def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> tuple[Path, Manifest]:
+    """The folder to load, verified."""
+    if input_dir is None:
+        return newest(_naming_folder(accelerator, "load_state"), _number, world)
+    folder = Path(input_dir).expanduser().absolute()
+    what = "finding a checkpoint"
+    world.from_first(lambda: recover_one(folder), what, CheckpointError)
+    folder = world.share(folder, what)
+    return folder, verify(folder, world)
 
 
 def _check_files(
