@@ -18,6 +18,7 @@ from hf_zero.bench.commands import add_benchmarks
 from hf_zero.configure import add_arguments
 from hf_zero.errors import ZeroError
 from hf_zero.launch import launch
+from hf_zero.tables import aligned
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.inspection import Contents
@@ -128,15 +129,15 @@ def _inspect(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.folder} is a run, not a checkpoint: inspect one of its checkpoints, like {of_run[-1]}")
     contents = look_at(args.folder, verifies=not args.no_verify)
     print(args.folder)
-    for name, value in _facts(contents):
-        print(f"  {name:<15}{value}")
+    print(aligned(_facts(contents), margin="  "))
     for problem in contents.problems:
         print(f"    {problem}")
     print()
     rows = [(name, f"{size:,}") for name, size in contents.sizes.items()]
-    _print_table([("file", "bytes"), *rows, ("total", f"{sum(contents.sizes.values()):,}")], "<>")
-    print()
-    _print_table(_each_tensor(contents) if args.tensors else _totals(contents), "<<<>>" if args.tensors else "<<>>>")
+    total = ("total", f"{sum(contents.sizes.values()):,}")
+    print(aligned([("file", "bytes"), *rows, total], "<>", margin="  ") + "\n")
+    tensors = (_each_tensor(contents), "<<<>") if args.tensors else (_totals(contents), "<<>")
+    print(aligned(*tensors, margin="  "))
     return 1 if contents.problems else 0
 
 
@@ -195,13 +196,6 @@ def _dtype(dtype: object) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _print_table(rows: Sequence[Sequence[str]], alignment: str) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True))
-        print(f"  {'   '.join(cells)}".rstrip())
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class RowLayout:
         return self.chunk_numel * self.num_ranks
 
     def span(self, rank: int) -> tuple[int, int]:
-        """First and last-plus-one element that `rank` owns, counted in the flattened tensor."""
+        """First and last-plus-one element that `rank` owns, in the flattened tensor as in a padded buffer."""
         if self.num_ranks == 1:
             return 0, self.numel
         start = min(rank * self.chunk_numel, self.numel)
@@ -69,20 +69,19 @@ class RowLayout:
         rows = self.local_numel(rank) // self.row_numel if self.row_numel else self._empty_row_count(rank)
         return (rows, *self.shape[1:])
 
-    def rows_of(self, whole: Tensor, rank: int) -> Tensor:
-        """The rows of `whole` (of this shape) that `rank` owns; a view if `whole` is contiguous."""
+    def elements_of(self, flat: Tensor, rank: int) -> Tensor:
+        """The view of the elements that `rank` owns; `flat` is the flattened tensor, or a padded buffer."""
         start, stop = self.span(rank)
-        return whole.reshape(-1)[start:stop].view(self.local_shape(rank))
+        return flat[start:stop]
+
+    def rows_of(self, whole: Tensor, rank: int) -> Tensor:
+        """The rows that `rank` owns; a view if `whole`, of this shape or a padded buffer, is contiguous."""
+        return self.elements_of(whole.reshape(-1), rank).view(self.local_shape(rank))
 
     def _empty_row_count(self, rank: int) -> int:
         chunk_rows = -(-self.shape[0] // self.num_ranks)
         start = min(rank * chunk_rows, self.shape[0])
         return min(start + chunk_rows, self.shape[0]) - start
-
-    def local_span_in_chunk(self, rank: int) -> tuple[int, int]:
-        """Where `rank`'s rows lie in a padded buffer, in elements."""
-        start = rank * self.chunk_numel if self.num_ranks > 1 else 0
-        return start, start + self.local_numel(rank)
 
 
 def place(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:

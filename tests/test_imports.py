@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 # The house, from the ground up: a floor may import from the floors below it, and within itself where no circle arises.
 _FLOORS = [
-    ["errors", "layout"],
+    ["errors", "layout", "tables"],
     ["torch_compat"],
     ["config"],
     ["comm"],

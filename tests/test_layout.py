@@ -42,9 +42,11 @@ def test_padded_buffer_holds_chunks_at_equal_distances_and_the_whole_as_its_pref
     padded = torch.zeros(layout.padded_numel, dtype=torch.int64)
     assert layout.padded_numel == layout.chunk_numel * num_ranks >= layout.numel
     for rank in range(num_ranks):
-        start, stop = layout.local_span_in_chunk(rank)
-        assert num_ranks == 1 or rank * layout.chunk_numel == start <= stop <= (rank + 1) * layout.chunk_numel
-        padded[start:stop] = whole[slice(*layout.span(rank))]
+        rows = layout.elements_of(padded, rank)
+        assert rows.numel() == 0 or rows.storage_offset() == rank * layout.chunk_numel
+        assert rows.numel() == layout.local_numel(rank) <= layout.chunk_numel
+        rows.copy_(layout.elements_of(whole, rank))
+        assert torch.equal(layout.rows_of(padded, rank), layout.rows_of(whole.view(shape), rank))
     assert torch.equal(padded[: layout.numel], whole)
     assert not padded[layout.numel :].any()
 
@@ -53,7 +55,7 @@ def test_padded_buffer_holds_chunks_at_equal_distances_and_the_whole_as_its_pref
 def test_scalar_stays_whole_on_one_rank(rank):
     layout = RowLayout((), 1)
     assert (layout.numel, layout.padded_numel, layout.local_shape(rank)) == (1, 1, ())
-    assert layout.span(rank) == layout.local_span_in_chunk(rank) == (0, 1)
+    assert layout.span(rank) == (0, 1)
 
 
 @given(st.lists(st.integers(0, 1000)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from hf_zero.bench.figures import Spread
 from hf_zero.bench.models import SIZES
 from hf_zero.bench.processes import BenchError, Sample, run_ranks
+from hf_zero.tables import aligned
 
 ENGINES = ("plain", "hf_zero", "fsdp2-dcp", "fsdp2-full")
 _COLUMNS = ("save", "load", "export", "stall of save 1", "stall of save 2")
@@ -52,17 +53,16 @@ def _worst(ranks: Sequence[dict[str, Sample]]) -> dict[str, Sample]:
 
 def table(found: dict[str, list[dict[str, Sample]]]) -> str:
     """The table of `run`: seconds and extra MiB of the worst rank, median (least-greatest) over the rounds."""
-    lines = [f"{'':12}" + "".join(f"{name:>34}" for name in _COLUMNS)]
+    rows = [["", *_COLUMNS]]
     for engine, rounds in found.items():
-        cells = []
-        for column in _COLUMNS:
-            samples = [each[column] for each in rounds if column in each]
-            cells.append(_cell(samples) if samples else "-")
-        lines.append(f"{engine:12}" + "".join(f"{cell:>34}" for cell in cells))
-    return "\n".join(lines)
+        by_column = ([each[column] for each in rounds if column in each] for column in _COLUMNS)
+        rows.append([engine, *map(_cell, by_column)])
+    return aligned(rows, "<>")
 
 
 def _cell(samples: Sequence[Sample]) -> str:
+    if not samples:
+        return "-"
     seconds = Spread.of([sample.seconds for sample in samples])
     extra = Spread.of([sample.extra_bytes / 2**20 for sample in samples])
     return f"{seconds.show(3)} s, {extra.median:.0f} MiB"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.bench.processes import BenchError, run_ranks
+from hf_zero.tables import aligned
 
 
 def run(num_ranks: int, sizes_mib: Sequence[float], repeats: int) -> dict[str, Any]:
@@ -38,10 +39,11 @@ def run(num_ranks: int, sizes_mib: Sequence[float], repeats: int) -> dict[str, A
 def table(found: dict[str, Any]) -> str:
     """Milliseconds to gather and to reduce-scatter, a line for each implementation and size."""
     lines = [f"{found['ranks']} ranks; ms of the slowest rank, least of the repeats; fp32"]
-    lines.append(f"{'exchange':<12}{'MiB':>10}{'gather':>12}{'reduce_scatter':>18}")
+    rows = [["exchange", "MiB", "gather", "reduce_scatter"]]
     for name, timings in found["timings"].items():
-        for num_bytes, gather, reduce_scatter in timings:
-            lines.append(f"{name:<12}{num_bytes / 2**20:>10.2f}{gather * 1e3:>12.2f}{reduce_scatter * 1e3:>18.2f}")
+        for num_bytes, *seconds in timings:
+            rows.append([name, f"{num_bytes / 2**20:.2f}", *(f"{each * 1e3:.2f}" for each in seconds)])
+    lines.append(aligned(rows, "<>"))
     lines.append(f"collectives: auto takes {found['chosen']} {'(' + found['reason'] + ')' if found['reason'] else ''}")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_zero.bench.figures import Spread, ratio_of
+from hf_zero.tables import aligned
 
 # Engine -> rounds -> figure -> value; None if it could not be measured.
 Round = Mapping[str, float | None]
@@ -73,7 +74,7 @@ def table(found: Found, figures: Sequence[Figure], invalid: Collection[str] = ()
         for engine in found:
             others = others_than(found, engine)
             rows.append([names[engine], *(_ratio(ratios(found, engine, f.key, others)) for f in figures)])
-    return "\n".join(f"{row[0]:20}{''.join(f'{cell:>30}' for cell in row[1:])}".rstrip() for row in rows)
+    return aligned(rows, "<>")
 
 
 def _cell(values: Sequence[float], places: int) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hf_zero.bench import engines as known_engines
 from hf_zero.bench.figures import Spread, ratio
 from hf_zero.bench.models import config_of
 from hf_zero.bench.processes import BenchError, run_ranks
+from hf_zero.tables import aligned
 
 _MIB = 2**20
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a loss, relative to ddp's
@@ -150,7 +151,8 @@ def table(result: Result) -> str:
         )
     what = f"{plan.model}, {plan.num_ranks} ranks, {plan.batch_size} x {plan.seq_len} tokens a rank, {plan.dtype}"
     extra = ", activation checkpointing" if plan.checkpointing else ""
-    lines = [f"{what}{extra}; {plan.rounds} rounds of {plan.steps} steps; {_hardware()}", "", *_aligned(rows)]
+    of_markdown = aligned([[*row, ""] for row in rows], between=" | ", margin="| ")
+    lines = [f"{what}{extra}; {plan.rounds} rounds of {plan.steps} steps; {_hardware()}", "", of_markdown]
     lines += [f"skipped: {engine} ({line})" for engine, line in result.skipped.items()]
     return "\n".join(lines)
 
@@ -159,13 +161,6 @@ def _ratio(result: Result, engine: str, base: str) -> str:
     if engine == base or base not in result.runs:
         return "-"
     return str(ratio(*([run.seconds for run in result.runs[name]] for name in (engine, base))))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
 
 
 def _hardware() -> str:

@@ -11,7 +11,7 @@ import torch
 
 from hf_zero import torch_compat
 from hf_zero.checkpoint.tensor_file import Source
-from hf_zero.engine.world import World
+from hf_zero.engine.world import World, described
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class BackgroundSaves:
         self._own_world = world.beside(WRITING_S)
         self._kept: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._error: str | None = None
+        self._error: CheckpointError | None = None
         self._after: Callable[[], None] = lambda: None
 
     @property
@@ -62,7 +62,7 @@ class BackgroundSaves:
             try:
                 work(self._own_world)
             except Exception as error:
-                self._error = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                self._error = CheckpointError(described(error, CheckpointError))
 
         self._error, self._after = None, after
         self._thread = threading.Thread(target=run, name="hf_zero save", daemon=True)
@@ -100,7 +100,9 @@ class BackgroundSaves:
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None
-        self._world.raise_together(error, "saving in the background", CheckpointError)
+        with self._world.together("saving in the background", CheckpointError):
+            if error is not None:
+                raise error
         self._after()
 
 

@@ -8,16 +8,16 @@ back if the process ended between the two renames.
 
 from __future__ import annotations
 
-import functools
 import logging
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import WRITING_S, BackgroundSaves
-from hf_zero.checkpoint.cooperative import Extents, attempt, write_plan
+from hf_zero.checkpoint.cooperative import Extents, write_plan
 from hf_zero.checkpoint.manifest import (
     MANIFEST,
     TEMPLATES,
@@ -31,7 +31,7 @@ from hf_zero.checkpoint.manifest import (
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.tensor_file import Source
 from hf_zero.engine.world import World
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, CollectiveError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ class StagedCheckpoint:
     Attributes:
         outer: the hidden folder, until the commit.
         folder: inside it, where the files are written.
-        problem: what has failed on this rank; if set on any rank, nothing is committed.
 
     Raises:
         CheckpointError: on all ranks, if rank 0 cannot make the folder.
@@ -64,9 +63,10 @@ class StagedCheckpoint:
         self._extents: Extents = {}
         self._background = background
         self._deferred: list[tuple[Plan, Mapping[str, Source]]] = []
-        self.problem: str | None = None
-        problem = attempt(self._make) if world.rank == 0 else None
-        self._agree(problem, world)
+        self._error: Exception | None = None
+        with self._agreed(world):
+            if world.rank == 0:
+                self._make()
         _open[self.folder] = self
 
     def _make(self) -> None:
@@ -79,6 +79,16 @@ class StagedCheckpoint:
             disk.remove_tree(self.outer)  # left by an interrupted save
         disk.make_folder(self.outer)
         disk.make_folder(self.folder)
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Let an error in the block wait for `commit`, which then commits nothing: the other ranks are still writing."""
+        try:
+            yield
+        except CollectiveError:
+            raise  # there is nobody to agree with
+        except Exception as error:
+            self._error = self._error or error
 
     def write(self, plan: Plan, sources: Mapping[str, Source]) -> None:
         """Write files into the folder, all ranks together, or copy their rows for later.
@@ -106,8 +116,9 @@ class StagedCheckpoint:
             CheckpointError: on all ranks, if any of them failed.
         """
         _open.pop(self.folder, None)
-        self._world.meet("the end of writing a checkpoint", WRITING_S)
-        self._agree(self.problem, self._world)
+        with self._agreed(self._world, WRITING_S):
+            if self._error is not None:
+                raise self._error
         if self._background is None:
             self._commit(manifest, self._world)
             after()
@@ -115,29 +126,26 @@ class StagedCheckpoint:
             logger.info("saving in the background, with %.0f MiB a rank", self._background.kept_bytes / 2**20)
             self._background.start(lambda world: self._commit(manifest, world), after)
 
-    def _agree(self, problem: str | None, world: World) -> None:
-        """Continue together, or together remove what was written."""
+    @contextmanager
+    def _agreed(self, world: World, timeout_s: float | None = None) -> Iterator[None]:
+        """Continue together, or together remove what was written; an older checkpoint stays."""
         try:
-            world.raise_together(problem, f"saving {self.final}", CheckpointError)
+            with world.together(f"saving {self.final}", CheckpointError, timeout_s):
+                yield
         except CheckpointError:
-            self._abandon()
+            if self._world.rank == 0 and self.outer.exists():
+                with tidying(self.outer):
+                    disk.remove_tree(self.outer)
             raise
 
     def _commit(self, manifest: Manifest, world: World) -> None:
-        self._agree(attempt(lambda: self._write_deferred(world)), world)
+        with self._agreed(world):
+            for plan, sources in self._deferred:
+                self._write(plan, sources, world)
         by_rank = world.collect(self._extents, "checksums")
-        problem = attempt(lambda: self._finish(manifest, by_rank)) if world.rank == 0 else None
-        world.meet("the commit of a checkpoint", WRITING_S)
-        self._agree(problem, world)
-
-    def _write_deferred(self, world: World) -> None:
-        for plan, sources in self._deferred:
-            self._write(plan, sources, world)
-
-    def _abandon(self) -> None:
-        """Remove what was written; an older checkpoint stays."""
-        if self._world.rank == 0 and self.outer.exists():
-            attempt(lambda: disk.remove_tree(self.outer))
+        with self._agreed(world, WRITING_S):
+            if world.rank == 0:
+                self._finish(manifest, by_rank)
 
     def _finish(self, manifest: Manifest, by_rank: Iterable[Extents]) -> None:
         written: Extents = {}
@@ -166,9 +174,18 @@ class StagedCheckpoint:
             raise
         disk.sync_folder(self.final.parent)
         for path in (self.outer, replaced):  # already committed: failing to remove these does not change that
-            problem = attempt(functools.partial(disk.remove_tree, path)) if path.exists() else None
-            if problem is not None:
-                logger.warning("%s is not needed any more, but cannot be removed: %s", path, problem)
+            if path.exists():
+                with tidying(path):
+                    disk.remove_tree(path)
+
+
+@contextmanager
+def tidying(what: object) -> Iterator[None]:
+    """Log an error in the block, which removes what is not needed any more, and go on."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s: not needed any more, but still there: %s: %s", what, type(error).__name__, error)
 
 
 def staged_in(folder: Path) -> StagedCheckpoint | None:
@@ -223,42 +240,54 @@ def verify(folder: Path, world: World | None) -> Manifest:
     Raises:
         CheckpointError: on all ranks, naming each damaged file.
     """
-    manifest, problem = None, None
-    try:
-        manifest = read_manifest(folder)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    if world is not None:
-        world.raise_together(problem, "reading a checkpoint", CheckpointError)
-    elif problem is not None:
-        raise CheckpointError(problem)
-    assert manifest is not None
     rank, num_ranks = (0, 1) if world is None else (world.rank, world.num_ranks)
-    found = damages(folder, manifest, rank, num_ranks)
-    problem = f"{folder} is damaged: {'; '.join(found)}. Take an older checkpoint" if found else None
-    if world is not None:
-        world.raise_together(problem, "verifying a checkpoint", CheckpointError)
-    elif problem is not None:
-        raise CheckpointError(problem)
+    with nullcontext() if world is None else world.together("reading a checkpoint", CheckpointError):
+        manifest = read_manifest(folder)
+    with nullcontext() if world is None else world.together("verifying a checkpoint", CheckpointError):
+        found = damages(folder, manifest, rank, num_ranks)
+        if found:
+            raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}. Take an older checkpoint")
     return manifest
 
 
-def latest(folder: Path, key: Callable[[Path], int | None]) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in a folder that verifies, and why each newer one was skipped.
+def latest(
+    folder: Path, key: Callable[[Path], int | None], world: World | None = None
+) -> tuple[Path | None, Manifest | None, list[str]]:
+    """The newest checkpoint in a folder that verifies, its manifest, and why each newer one was skipped.
 
     Args:
         folder: of a run.
         key: a checkpoint's place in time, by its path; None for a path that is not a checkpoint.
+        world: the ranks, which share the reading; None: this process alone.
     """
-    if not folder.is_dir():
-        return None, []
-    recover(folder, key)
-    candidates = [(step, path) for path in folder.iterdir() if path.is_dir() and (step := key(path)) is not None]
+
+    def newest_first() -> list[Path]:
+        if not folder.is_dir():
+            return []
+        recover(folder, key)
+        steps = [(step, path) for path in folder.iterdir() if path.is_dir() and (step := key(path)) is not None]
+        return [path for _, path in sorted(steps, reverse=True)]
+
+    what = f"looking for a checkpoint in {folder}"
+    candidates = newest_first() if world is None else world.from_first(newest_first, what, CheckpointError)
     skipped: list[str] = []
-    for _, path in sorted(candidates, reverse=True):
+    for path in candidates:
         try:
-            verify(path, None)
-            return path, skipped
+            return path, verify(path, world), skipped
         except (CheckpointError, OSError) as error:
             skipped.append(str(error))
-    return None, skipped
+            if world is None or world.rank == 0:
+                logger.warning("checkpoint skipped: %s", error)
+    return None, None, skipped
+
+
+def newest(folder: Path, key: Callable[[Path], int | None], world: World) -> tuple[Path, Manifest]:
+    """The newest checkpoint in a folder that verifies, with its manifest; called by all ranks together.
+
+    Raises:
+        CheckpointError: on all ranks, if there is none.
+    """
+    path, manifest, skipped = latest(folder, key, world)
+    if path is None or manifest is None:
+        raise CheckpointError(f"no valid checkpoint in {folder}{': ' if skipped else ''}{'; '.join(skipped)}")
+    return path, manifest

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,45 +49,37 @@ def write_plan(plan: Plan, sources: Mapping[str, Source], folder: Path, world: W
     except CheckpointError:
         if world.rank == 0:
             for file in partial.values():
-                attempt(functools.partial(disk.remove_file, folder / file.name))  # the disk may be full
+                with contextlib.suppress(OSError):  # the disk may be full
+                    disk.remove_file(folder / file.name)
         raise
 
 
 def _write_all(
     partial: Mapping[str, TensorFile], plan: Plan, sources: Mapping[str, Source], folder: Path, world: World
 ) -> Extents:
-    problem = None
-    if world.rank == 0:
-        problem = attempt(lambda: _make(partial, folder))
-    world.meet(f"preparing files in {folder}", WRITING_S)
-    world.raise_together(problem, f"preparing files in {folder}", CheckpointError)
+    with world.together(f"preparing files in {folder}", CheckpointError, WRITING_S):
+        if world.rank == 0:
+            for file in partial.values():
+                disk.write_file(folder / file.name, file.header, file.nbytes)
     is_shared = shares_folder(folder, world)
     if not is_shared and world.rank == 0:
         logger.info(
             "the ranks do not share %s: rank 0 writes it, and gets the others' rows one tensor at a time", folder
         )
-    extents: Extents = {}
-    problem = None
-    for name, file in partial.items():
-        if is_shared:
-            problem = problem or attempt(
-                functools.partial(_write_own, extents, name, folder, file, plan, sources, world)
-            )
-        else:
-            problem = _write_streamed(extents, name, folder, file, plan, sources, world) or problem
-    world.meet(f"writing {folder}", WRITING_S)
-    world.raise_together(problem, f"writing {folder}", CheckpointError)
-    if world.rank == 0:
-        problem = attempt(lambda: _rename(partial, folder))
-        for name, file in partial.items():
-            extents[name].insert(0, header_extent(file))
-    world.raise_together(problem, f"renaming files in {folder}", CheckpointError)
+    extents: Extents = {name: [] for name in partial}
+    with world.together(f"writing {folder}", CheckpointError, WRITING_S):
+        if not is_shared:
+            _write_streamed(extents, partial, plan, sources, folder, world)
+        elif world.is_first_replica:
+            for name, file in partial.items():
+                extents[name] = write_rows(folder, file, plan.pieces, sources, world.shard_rank)
+    with world.together(f"renaming files in {folder}", CheckpointError):
+        if world.rank == 0:
+            for name, file in partial.items():
+                extents[name].insert(0, header_extent(file))
+                disk.rename(folder / file.name, folder / name)
+            disk.sync_folder(folder)
     return extents
-
-
-def _make(partial: Mapping[str, TensorFile], folder: Path) -> None:
-    for file in partial.values():
-        disk.write_file(folder / file.name, file.header, file.nbytes)
 
 
 def header_extent(file: TensorFile) -> Extent:
@@ -95,41 +87,34 @@ def header_extent(file: TensorFile) -> Extent:
     return Extent(0, len(file.header), zlib.crc32(file.header))
 
 
-def attempt(work: Callable[[], object]) -> str | None:
-    """Run `work()` and return what went wrong, if anything: a rank that raised alone would leave the others waiting."""
-    try:
-        work()
-    except CollectiveError:
-        raise  # the others know already
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _write_own(
-    extents: Extents, name: str, folder: Path, file: TensorFile, plan: Plan, sources: Mapping[str, Source], world: World
-) -> None:
-    writes = world.is_first_replica
-    extents[name] = write_rows(folder, file, plan.pieces, sources, world.shard_rank) if writes else []
-
-
 def _write_streamed(
-    extents: Extents, name: str, folder: Path, file: TensorFile, plan: Plan, sources: Mapping[str, Source], world: World
-) -> str | None:
-    """All ranks gather one tensor after another; rank 0 writes. Continues after an error, as the others are gathering."""
-    extents[name] = []
-    problem = None
+    extents: Extents,
+    partial: Mapping[str, TensorFile],
+    plan: Plan,
+    sources: Mapping[str, Source],
+    folder: Path,
+    world: World,
+) -> None:
+    """All ranks gather one tensor after another; rank 0 writes. An error is raised at the end: the others are gathering."""
+    first: Exception | None = None
 
-    def write(tensor: TensorInfo) -> None:
+    def write(name: str, file: TensorFile, tensor: TensorInfo) -> None:
         # A separate function, so that what is whole here is freed before the next tensor is gathered.
         names = {piece.source for piece in plan.pieces[tensor.name]}
         whole = {source: _gather(sources[source], source, world) for source in sorted(names)}
-        if world.rank == 0 and problem is None:
+        if world.rank == 0 and first is None:
             extents[name].extend(write_rows(folder, replace(file, tensors=(tensor,)), plan.pieces, whole, 0))
 
-    for tensor in file.tensors:
-        problem = attempt(functools.partial(write, tensor)) or problem
-    return problem
+    for name, file in partial.items():
+        for tensor in file.tensors:
+            try:
+                write(name, file, tensor)
+            except CollectiveError:
+                raise
+            except Exception as error:
+                first = first or error
+    if first is not None:
+        raise first
 
 
 def _gather(source: Source, name: str, world: World) -> Source:
@@ -139,29 +124,23 @@ def _gather(source: Source, name: str, world: World) -> Source:
     return Source(whole, RowLayout(source.layout.shape, 1))
 
 
-def _rename(partial: Mapping[str, TensorFile], folder: Path) -> None:
-    for name, file in partial.items():
-        disk.rename(folder / file.name, folder / name)
-    disk.sync_folder(folder)
-
-
 def shares_folder(folder: Path, world: World) -> bool:
     """Whether every rank sees what rank 0 writes into a folder; tested with a file of a random name."""
     if world.num_ranks == 1:
         return True
     name = str(world.share(f".hf_zero_{uuid.uuid4().hex}", "the folder of a checkpoint"))
-    problem = None
-    if world.rank == 0:
-        problem = attempt(lambda: disk.write_file(folder / name, name.encode()))
-    world.raise_together(problem, f"writing {folder}", CheckpointError)
     path = folder / name
+    with world.together(f"writing {folder}", CheckpointError):
+        if world.rank == 0:
+            disk.write_file(path, name.encode())
     try:
         sees = path.is_file() and path.read_bytes() == name.encode()
     except OSError:
         sees = False
     answers = world.everyone.agree([int(sees)], "a file in the folder of a checkpoint")
-    problem = attempt(lambda: disk.remove_file(path)) if world.rank == 0 else None
-    world.raise_together(problem, f"writing {folder}", CheckpointError)
+    with world.together(f"writing {folder}", CheckpointError):
+        if world.rank == 0:
+            disk.remove_file(path)
     return all(answer for (answer,) in answers)
 
 

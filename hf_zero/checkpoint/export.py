@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.checkpoint.cooperative import attempt
+from hf_zero.checkpoint.background import WRITING_S
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine.gathered_parameters import gather_whole
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import CheckpointError
-
-_WRITING_S = 3600.0  # the other ranks wait this long for the one that writes
 
 
 def world_of_model(model: nn.Module) -> World | None:
@@ -105,11 +103,9 @@ def save_whole(
         return
     if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
         state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
-    problem = None
-    if writes:
-        problem = attempt(lambda: original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs))
-    world.meet("the end of save_pretrained", max(_WRITING_S, world.config.timeout_s))
-    world.raise_together(problem, f"saving {save_directory}", CheckpointError)
+    with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.timeout_s)):
+        if writes:
+            original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
 
 
 def _names_to_save(model: nn.Module, options: dict[str, Any]) -> set[str] | None:

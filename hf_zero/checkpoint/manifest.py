@@ -127,11 +127,11 @@ def check_name(folder: Path, name: str, source: str = MANIFEST) -> None:
         raise CheckpointError(f"{folder / name} is a symbolic link; a checkpoint has plain files only")
 
 
-def extents_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> tuple[Extent, ...]:
+def extents_of(path: Path) -> tuple[Extent, ...]:
     """The checksums of a file that was written elsewhere."""
     extents, offset = [], 0
     with path.open("rb") as file:
-        while data := file.read(chunk_bytes):
+        while data := file.read(CHUNK_BYTES):
             extents.append(Extent(offset, len(data), zlib.crc32(data)))
             offset += len(data)
     return tuple(extents)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from hf_zero import torch_compat
 from hf_zero.checkpoint.pieces import Piece, identity
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file
 from hf_zero.checkpoint.trace import Tracer
+from hf_zero.engine.world import world_that_cut
 from hf_zero.layout import RowLayout
 
 WEIGHTS = "model.safetensors"
@@ -52,11 +53,9 @@ def model_sources(model: nn.Module) -> dict[str, Source]:
 
 def source_of(value: Tensor) -> Source:
     """This rank's part of one tensor."""
-    shape = tuple(value.shape)
-    layout = RowLayout(shape, 1)
-    if isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements):
-        layout = RowLayout(shape, value.device_mesh.size())
-    return Source(torch_compat.local_of(value), layout)
+    if isinstance(value, DTensor):
+        return Source(torch_compat.local_of(value), world_that_cut(value).layout_of(value))
+    return Source(value.detach(), RowLayout(tuple(value.shape), 1))
 
 
 def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Plan:
@@ -78,15 +77,18 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
         whole[name] = tracer.source(name, tuple(value.shape), kind)
     if not hasattr(type(model), "save_pretrained"):
         return _plan_plain(model, whole)
+    from huggingface_hub.serialization import _torch
+    from transformers import modeling_utils
+
     written: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
 
     def record(tensors: dict[str, Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
         written[Path(filename).name] = dict(tensors), dict(metadata or {})
 
     # Tensors that share a storage go to one file, but huggingface_hub cannot tell the storages of meta tensors apart.
-    storages = mock.patch("huggingface_hub.serialization._torch.get_torch_storage_id", _storage_of)
-    no_bar = mock.patch("transformers.modeling_utils.logging.tqdm", lambda files, **_: files)
-    with mock.patch("transformers.modeling_utils.safe_save_file", record), storages, no_bar, tracer:
+    storages = _replaced(_torch, "get_torch_storage_id", _storage_of)
+    no_bar = _replaced(modeling_utils.logging, "tqdm", lambda files, **_: files)
+    with _replaced(modeling_utils, "safe_save_file", record), storages, no_bar, tracer:
         type(model).save_pretrained(model, folder, state_dict=whole, **options)  # type: ignore[attr-defined]
     plan = Plan()
     for name, (tensors, metadata) in written.items():
@@ -99,6 +101,16 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
         infos = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
         plan += Plan((layout_file(name, infos, metadata),), pieces)
     return plan
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:

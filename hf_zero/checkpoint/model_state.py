@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.commit import staged_in
-from hf_zero.checkpoint.cooperative import attempt, match, read_files, write_plan
+from hf_zero.checkpoint.cooperative import match, read_files, write_plan
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import NotMovedError, Plan, model_sources, plan_model, uncovered
 from hf_zero.engine.engine import engine_of
@@ -38,17 +38,16 @@ def write_model(model: nn.Module, folder: Path, world: World, dtype: torch.dtype
     Raises:
         CheckpointError: on all ranks, if any of them could not write.
     """
-    plan, problem = None, None
-    if world.rank == 0:
+
+    def plan_writing() -> Plan | None:
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            plan = plan_model(model, folder, dtype, **options)
+            return plan_model(model, folder, dtype, **options)
         except NotMovedError as error:
             logger.info("weights are gathered for saving: %s", error)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    world.raise_together(problem, f"preparing {folder}", CheckpointError)
-    plan = world.share(plan, "the files of a model")
+            return None
+
+    plan = world.from_first(plan_writing, f"preparing {folder}", CheckpointError)
     if plan is None:
         return False
     staged, sources = staged_in(folder), model_sources(model)
@@ -65,21 +64,11 @@ def read_model(model: nn.Module, folder: Path, world: World) -> None:
     Raises:
         CheckpointError: on all ranks, before any parameter is changed, if names, shapes or dtypes differ.
     """
-    shared: tuple[Plan, list[str]] | None = None
-    problem = None
-    if world.rank == 0:
-        try:
-            shared = _plan_reading(model, folder)
-        except Exception as error:
-            problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    world.raise_together(problem, f"reading weights of {folder}", CheckpointError)
-    shared = world.share(shared, "the files of a model")
-    assert shared is not None
-    plan, names = shared
+    what = f"reading weights of {folder}"
+    plan, names = world.from_first(lambda: _plan_reading(model, folder), what, CheckpointError)
     sources = model_sources(model)
-    with torch.no_grad():
-        problem = attempt(lambda: read_files(names, plan.pieces, sources, folder, world.shard_rank))
-    world.raise_together(problem, f"reading weights of {folder}", CheckpointError)
+    with world.together(what, CheckpointError), torch.no_grad():
+        read_files(names, plan.pieces, sources, folder, world.shard_rank)
     engine = engine_of(model)
     if engine is not None:
         engine.mark_dirty()

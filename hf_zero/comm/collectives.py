@@ -134,7 +134,7 @@ class Collectives(ABC):
 
         def keep_own_rows() -> None:
             for item, output, total in zip(items, outputs, sums, strict=True):
-                torch.div(total[slice(*item.layout.span(self.rank))], divisor, out=output)
+                torch.div(item.layout.elements_of(total, self.rank), divisor, out=output)
 
         return self.all_reduce(sums, unit, keep_own_rows)
 
@@ -150,7 +150,7 @@ class Collectives(ABC):
             chosen = [(item, output) for item, output in zip(items, outputs, strict=True) if output.dtype == dtype]
             for owner in range(self.num_ranks):
                 # A separate copy: the transport writes to it even on ranks that are not the owner.
-                message = torch.cat([item.flat[slice(*item.layout.span(owner))].to(dtype) for item, _ in chosen])
+                message = torch.cat([item.layout.elements_of(item.flat, owner).to(dtype) for item, _ in chosen])
                 if not message.numel():
                     continue
                 call = partial(dist.reduce, message, group=self.group, group_dst=owner, async_op=True)

@@ -56,11 +56,6 @@ class Exchange:
         self._keep = keep  # tensors that the transport still reads
         self._is_done = False
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait()` has returned."""
-        return self._is_done
-
     def wait(self) -> None:
         """Block until the exchange is complete on this rank.
 

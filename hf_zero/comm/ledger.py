@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_zero.tables import aligned
+
 
 @dataclass
 class Entry:
@@ -57,8 +59,8 @@ class Ledger:
 
     def table(self) -> str:
         """One line per kind: calls, MiB received, seconds waited."""
-        lines = [f"{'exchange':<16}{'calls':>8}{'MiB':>12}{'wait s':>10}"]
+        rows: list[tuple[object, ...]] = [("exchange", "calls", "MiB", "wait s")]
         for kind in self.kinds():
             sums = self.total(kind)
-            lines.append(f"{kind:<16}{sums.calls:>8}{sums.bytes / 2**20:>12.2f}{sums.seconds:>10.3f}")
-        return "\n".join(lines)
+            rows.append((kind, sums.calls, f"{sums.bytes / 2**20:.2f}", f"{sums.seconds:.3f}"))
+        return aligned(rows, "<>")

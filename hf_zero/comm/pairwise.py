@@ -34,13 +34,13 @@ class PairwiseCollectives(Collectives):
         arrivals: list[tuple[list[Tensor], Tensor]] = []
         for peer in self._peers():
             for parcel, tag in zip(parcels, tags, strict=True):
-                targets = [item.flat[slice(*item.layout.local_span_in_chunk(peer))] for item in parcel]
+                targets = [item.layout.elements_of(item.flat, peer) for item in parcel]
                 message = targets[0] if len(targets) == 1 else targets[0].new_empty(sum(map(len, targets)))
                 if message.numel():
                     parts.append(self._receive(description, message, peer, tag))
                     arrivals.append((targets, message))
                     received += message.nbytes
-        own = [[item.flat[slice(*item.layout.local_span_in_chunk(self.rank))] for item in parcel] for parcel in parcels]
+        own = [[item.layout.elements_of(item.flat, self.rank) for item in parcel] for parcel in parcels]
         parts += self._send_to_all(description, [own] * self.num_ranks, tags)
 
         def finish() -> None:

@@ -39,6 +39,7 @@ from hf_zero.config.deepspeed_rules import (
     Status,
 )
 from hf_zero.errors import ConfigError
+from hf_zero.tables import aligned
 
 ABSENT = "(absent)"
 """The value in a row about a key that is not in the file, if DeepSpeed's default for it differs from ours."""
@@ -110,12 +111,7 @@ def translate(mapping: Mapping[Any, Any], source: str) -> Translation:
 def render_table(rows: Iterable[ImportRow]) -> str:
     """The rows as plain text, in aligned columns."""
     header = ("DeepSpeed key", "value", "here", "note")
-    lines = [header, *((row.key, _as_json(row.value), row.status, row.note) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]).rstrip()
-        for line in lines
-    )
+    return aligned([header, *((row.key, _as_json(row.value), row.status, row.note) for row in rows)], between="  ")
 
 
 def _as_json(value: object) -> str:

@@ -37,7 +37,7 @@ class _Method:
     def __init__(self, module: nn.Module, method: Any) -> None:
         functools.update_wrapper(self, method)
         self._module = module
-        self._function = getattr(type(module), method.__name__)
+        self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # `nn.Module.__call__` runs the hooks around whatever stands under `forward`.
@@ -46,7 +46,7 @@ class _Method:
 
         def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
             _restore_forward(module, before)
-            return self._function(module, *inner_args, **inner_kwargs)
+            return self._method(*inner_args, **inner_kwargs)
 
         module.__dict__["forward"] = run
         try:

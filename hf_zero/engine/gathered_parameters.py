@@ -16,7 +16,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.grouping import find_parameters
 from hf_zero.engine.parameter import put
-from hf_zero.engine.world import World, world_of
+from hf_zero.engine.world import World, world_that_cut
 from hf_zero.errors import UsageError
 from hf_zero.layout import RowLayout
 
@@ -41,12 +41,8 @@ def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
     """
     if not isinstance(param, DTensor):
         return param.detach().clone()
-    world = world or world_of(param)
-    if world is None:
-        raise UsageError("a DTensor that hf_zero did not make cannot be gathered here; use its full_tensor()")
-    local = torch_compat.local_of(param)
-    layout = world.layout_of(param)
-    return world.gather_whole(local, layout, "whole parameters")
+    world = world or world_that_cut(param)
+    return world.gather_whole(torch_compat.local_of(param), world.layout_of(param), "whole parameters")
 
 
 class GatheredParameters:
@@ -101,9 +97,7 @@ class GatheredParameters:
 
     def _open(self, param: nn.Parameter, stack: contextlib.ExitStack) -> None:
         assert isinstance(param, DTensor)
-        world = world_of(param)
-        if world is None:
-            raise UsageError("GatheredParameters: this DTensor was not made by hf_zero")
+        world = world_that_cut(param)
         if self._modifier_rank is not None and not 0 <= self._modifier_rank < world.num_ranks:
             raise UsageError(
                 f"modifier_rank={self._modifier_rank}, but there are ranks 0 to {world.num_ranks - 1} only"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -137,7 +138,11 @@ def _cut_state(value: Any, old: Tensor, known: ZeroParameter) -> Any:
     return torch_compat.wrap_like(rows, known.param)
 
 
-# Fused and foreach steps leave no trace on the parameters, so the step itself has to tell. These hooks act only on
-# optimizers that hold parameters of a live engine.
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+@functools.cache
+def hear_of_steps() -> None:
+    """Let every engine hear of the steps of optimizers that hold its parameters, from the first call in a process on.
+
+    Fused and foreach steps leave no trace on the parameters, so the step itself has to tell.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)

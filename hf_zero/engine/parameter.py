@@ -88,7 +88,7 @@ class ZeroParameter:
 
     def move_into(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
         """Let the rows at rest live inside a whole buffer, so that the optimizer writes where the gather reads."""
-        start, stop = self.layout.local_span_in_chunk(self.rank)
+        start, stop = self.layout.span(self.rank)
         itemsize = self.param.dtype.itemsize
         alias = torch_compat.storage_alias(storage, offset_bytes + start * itemsize, (stop - start) * itemsize)
         rows = torch_compat.tensor_on(alias, 0, self.local_shape, self.param.dtype)

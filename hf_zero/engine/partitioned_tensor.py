@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
+from hf_zero.engine.world import own_rows
 from hf_zero.errors import UsageError
 from hf_zero.layout import RowLayout
 
@@ -177,9 +178,7 @@ class PartitionedTensor(DTensor):
             if isinstance(value, DTensor):
                 rows = torch_compat.local_of(value.redistribute(self.device_mesh, self.placements))
             else:
-                is_cut = any(placement.is_shard() for placement in self.placements)
-                layout = RowLayout(tuple(self.shape), self.device_mesh.size() if is_cut else 1)
-                rows = layout.rows_of(value.detach(), self.device_mesh.get_local_rank())
+                rows = own_rows(value.detach(), self)
             self._local_tensor.copy_(rows)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
@@ -296,8 +295,7 @@ def _draw_whole(func: Any, args: Any, kwargs: Any, written: list[PartitionedTens
     if not is_like and written != [subject]:
         return None
     whole = func(torch.empty(subject.shape, dtype=subject.dtype, device=subject.device), *args[1:], **kwargs)
-    layout = RowLayout(tuple(subject.shape), subject.device_mesh.size())
-    rows = layout.rows_of(whole, subject.device_mesh.get_local_rank())
+    rows = own_rows(whole, subject)
     if is_like:
         return torch_compat.wrap_like(rows.clone(), subject)
     subject._local_tensor.copy_(rows)

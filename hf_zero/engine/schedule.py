@@ -99,11 +99,6 @@ class GatherOrder:
         """The pass broke off: the record stays as it was."""
         self._kind, self._now, self._expected, self._position = None, [], (), 0
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether a pass is under way."""
-        return self._kind is not None
-
     def use(self, unit: int) -> Iterable[int]:
         """`unit` is needed now; returns the ones that followed it in the record, nearest first, none if it left it."""
         if self._kind is None:

@@ -10,6 +10,7 @@ from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reduction import given_dtype, sent_dtype
 from hf_zero.engine.unit import Unit
 from hf_zero.engine.world import World
+from hf_zero.tables import aligned
 
 _ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
 
@@ -129,7 +130,7 @@ def summary(engine: ZeroEngine) -> str:
         ("largest unit", _mib(states.largest_unit)),
         ("traffic a step", f"{_mib(states.traffic)} received by a rank (one micro-batch)"),
     ]
-    return "\n".join(["hf_zero", *(f"  {name:<20}{value}" for name, value in rows)])
+    return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
 
 
 def _mib(num_bytes: int) -> str:

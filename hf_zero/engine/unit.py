@@ -246,9 +246,8 @@ class Unit:
         slots = {}
         for p, offset in zip(self._buffered, self._offsets, strict=True):
             flat = torch_compat.tensor_on(self._storage, offset, (p.layout.padded_numel,), p.compute_dtype)
-            start, stop = p.layout.local_span_in_chunk(p.rank)
             whole = torch_compat.tensor_on(self._storage, offset, p.layout.shape, p.compute_dtype)
-            slots[id(p)] = _Slot(p, Rows(flat, p.layout), flat[start:stop].view(p.local_shape), whole)
+            slots[id(p)] = _Slot(p, Rows(flat, p.layout), p.layout.rows_of(flat, p.rank), whole)
         return slots
 
     def _wait(self) -> None:

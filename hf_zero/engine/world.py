@@ -8,9 +8,10 @@ import os
 import pickle
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,10 @@ from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.precision import Precision
-from hf_zero.errors import ConfigError, UsageError, ZeroError
+from hf_zero.errors import CollectiveError, ConfigError, UsageError, ZeroError
 from hf_zero.layout import RowLayout
+
+Result = TypeVar("Result")
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -178,15 +181,13 @@ class World:
         """Whether this world was made under the default process group that is in place now (None: no group)."""
         return self.default_group is default_group
 
-    def layout_for(self, shape: torch.Size, is_complex: bool = False) -> RowLayout:
-        """How a parameter of `shape` is cut: over the ranks of a replica, or not at all where it stays whole."""
-        numel = shape.numel()
-        stays_whole = not self.partitions or not shape or numel <= self.config.keep_whole_numel or is_complex
-        return RowLayout(tuple(shape), 1 if stays_whole else self.num_shards)
-
     def layout_of(self, param: Tensor) -> RowLayout:
-        """How a parameter is cut already: over the ranks of a replica, or not at all."""
-        is_cut = isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
+        """How a `DTensor` is cut, or a plain parameter is to be: over the ranks of a replica, or not at all."""
+        if isinstance(param, DTensor):
+            is_cut = any(placement.is_shard() for placement in param.placements)
+        else:
+            is_large = param.ndim > 0 and param.numel() > self.config.keep_whole_numel
+            is_cut = self.partitions and is_large and not param.is_complex()
         return RowLayout(tuple(param.shape), self.num_shards if is_cut else 1)
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
@@ -208,8 +209,7 @@ class World:
             return local.clone()
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
-        start, stop = layout.local_span_in_chunk(self.shard_rank)
-        flat[start:stop] = local.reshape(-1)
+        layout.elements_of(flat, self.shard_rank).copy_(local.reshape(-1))
         self.collectives.gather([Rows(flat, layout)], unit).wait()
         whole = flat[: layout.numel].view(layout.shape)
         # In memory of its own: `save_pretrained` splits files by the bytes of storages.
@@ -237,23 +237,50 @@ class World:
                 found.append(pickle.loads(text.numpy().tobytes()))
         return found
 
-    def raise_together(self, problem: str | None, what: str, kind: type[ZeroError]) -> None:
-        """Raise `kind` on every rank if any rank has a problem: one rank raising alone looks like a hang to the others.
+    @contextmanager
+    def together(self, what: str, kind: type[ZeroError], timeout_s: float | None = None) -> Iterator[None]:
+        """An error in the block on any rank becomes an error on all: one that raised alone would look like a hang.
 
         Args:
-            problem: what is wrong on this rank; None if nothing is.
-            what: what all ranks are doing.
+            what: all ranks are doing, in the error.
             kind: the error's class.
+            timeout_s: that the ranks wait for each other after the block; None: as for any exchange.
+
+        Raises:
+            CollectiveError: in the block, so that the others know already; or a rank did not come.
         """
-        words = (problem or "").encode()
+        error: Exception | None = None
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except Exception as caught:
+            error = caught
+        if timeout_s is not None:
+            self.meet(what, timeout_s)
+        words = b"" if error is None else described(error, kind).encode()
         lengths = self.everyone.agree([len(words)], what)
         longest = max(length for (length,) in lengths)
-        rows = self.everyone.agree([*words, *bytes(longest - len(words))], what)
         if longest:
+            rows = self.everyone.agree([*words, *bytes(longest - len(words))], what)
             numbered = zip(self.everyone.ranks, rows, lengths, strict=True)
             said = {rank: bytes(row[:length]).decode(errors="replace") for rank, row, (length,) in numbered}
             texts = {text: rank for rank, text in reversed(said.items()) if text}
-            raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in texts.items()))
+            raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in texts.items())) from error
+
+    def from_first(self, work: Callable[[], Result], what: str, kind: type[ZeroError]) -> Result:
+        """What `work()` returns on rank 0, or its error, on all ranks; see `together`."""
+        result = None
+        with self.together(what, kind):
+            if self.rank == 0:
+                result = work()
+        return cast(Result, self.share(result, what))
+
+
+def described(error: Exception, kind: type[ZeroError]) -> str:
+    """What an error says; with its class, unless that is `kind`, which is what the reader gets."""
+    said = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
+    return said or type(error).__name__
 
 
 def _replicas(ranks: list[list[int]], config: ZeroConfig) -> list[list[int]]:
@@ -298,3 +325,21 @@ def world_of(param: DTensor) -> World | None:
     # A detached or moved copy has lost the attribute; the last world over the same ranks will do, the same on every rank.
     fitting = [each for each in _worlds if each.num_shards > 1 and each.collectives.mesh == param.device_mesh]
     return max(fitting, key=lambda each: each.number, default=None)
+
+
+def world_that_cut(param: DTensor) -> World:
+    """The ranks over which hf_zero has partitioned `param`.
+
+    Raises:
+        UsageError: somebody else made it.
+    """
+    world = world_of(param)
+    if world is None:
+        raise UsageError("this DTensor was not made by hf_zero, which cannot tell its rows; use its full_tensor()")
+    return world
+
+
+def own_rows(whole: Tensor, param: DTensor) -> Tensor:
+    """This rank's rows of `whole`, cut as `param` is."""
+    world = world_that_cut(param)
+    return world.layout_of(param).rows_of(whole, world.shard_rank)

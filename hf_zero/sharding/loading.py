@@ -108,9 +108,7 @@ def names_to_read_whole(
     state = model.state_dict()
     prefix = model.base_model_prefix
     whole = {
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if world.layout_for(param.shape, param.is_complex()).num_ranks == 1
+        name for name, param in model.named_parameters(remove_duplicate=False) if world.layout_of(param).num_ranks == 1
     }
     sources: dict[str, dict[str, list[Shape]]] = {}
     converter_of: dict[str, Any] = {}
@@ -178,14 +176,15 @@ class LoadSeam:
         """The load config with everything on this rank's device; refuses what cannot be partitioned."""
         device = self._world.device
         wanted = {torch.device(d) if d != "disk" else d for d in (load_config.device_map or {"": device}).values()}
-        problem = None
-        if load_config.hf_quantizer is not None:
-            problem = "quantised weights cannot be cut into rows while they load"
-        elif load_config.device_mesh is not None:
-            problem = "a distributed_config shards the model already"
-        elif wanted != {device}:
-            problem = f"device_map={load_config.device_map} does not put the whole model on {device}; leave it out"
-        self._world.raise_together(problem, "cannot partition this model while loading", PartitionError)
+        with self._world.together("cannot partition this model while loading", PartitionError):
+            if load_config.hf_quantizer is not None:
+                raise PartitionError("quantised weights cannot be cut into rows while they load")
+            if load_config.device_mesh is not None:
+                raise PartitionError("a distributed_config shards the model already")
+            if wanted != {device}:
+                raise PartitionError(
+                    f"device_map={load_config.device_map} does not put the whole model on {device}; leave it out"
+                )
         return dataclasses.replace(load_config, device_map={"": device})
 
     def _load(
@@ -211,23 +210,17 @@ class LoadSeam:
         shapes = checkpoint_shapes(state_dict, checkpoint_files, load_config)
         whole = names_to_read_whole(model, shapes, load_config.weight_mapping, self._world)
         cutter.cut_meta(model, keep_whole=whole)
-        problem, result, cause = None, None, None
         with ExitStack() as stack:
+            what = f"loading {load_config.pretrained_model_name_or_path}"
+            stack.enter_context(self._world.together(what, PartitionError))
             # The loader's threads read ahead: if tensors are read whole, that could be the whole model at once.
             stack.enter_context(_environ("HF_DEACTIVATE_ASYNC_LOAD", "1" if _has_rows(model, whole) else None))
             stack.enter_context(cutter.reading())
             stack.enter_context(_quiet(self._world.rank != 0))
-            try:
-                result = load(model, state_dict, checkpoint_files, load_config, expected_keys)
-                problem = (
-                    "; ".join(f"{k}: {v.splitlines()[-1]}" for k, v in result[0].conversion_errors.items()) or None
-                )
-            except Exception as error:  # reported to all ranks below
-                problem, cause = f"{type(error).__name__}: {error}", error
-        try:
-            self._world.raise_together(problem, f"loading {load_config.pretrained_model_name_or_path}", PartitionError)
-        except PartitionError as error:
-            raise error from cause
+            result = load(model, state_dict, checkpoint_files, load_config, expected_keys)
+            problem = "; ".join(f"{k}: {v.splitlines()[-1]}" for k, v in result[0].conversion_errors.items())
+            if problem:
+                raise PartitionError(problem)
         with cutter.paused():
             _own_buffers(model)
             for module in model.modules():

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine import optimizers  # noqa: F401  (its hooks see every optimizer)
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.grouping import Found, find_parameters, named_blocks
 from hf_zero.engine.hooks import Hook
+from hf_zero.engine.optimizers import hear_of_steps
 from hf_zero.engine.parameter import cut, put, wrap
 from hf_zero.engine.state_dict import CutStateDict
 from hf_zero.engine.world import World, world_of
@@ -85,6 +85,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     Inference mode is off here: a first forward may run in it, and parameters made in it could never be trained.
     """
     named_blocks(model, world.config.units)  # raises before anything is changed
+    hear_of_steps()
     if world.num_ranks > 1:
         _refuse_sparse_gradients(model)
         _refuse_parameters_in_lists(model)
@@ -271,7 +272,7 @@ def partition_one(found: Found, world: World) -> None:
             param._zero_made_in = param.dtype  # type: ignore[attr-defined]
             param.data = param.data.to(dtype)
         return
-    layout = world.layout_for(param.shape, param.is_complex())
+    layout = world.layout_of(param)
     new = cut(param, layout, world.shard_rank, dtype, world.collectives.mesh)
     new._zero_world = world  # type: ignore[attr-defined]
     new._zero_made_in = param.dtype  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ WINDOW_BYTES = 16 * 2**20
 
 def to_shard(whole: nn.Parameter, world: World) -> DTensor:
     """A parameter of the shape of `whole` that holds a copy of this rank's rows; on meta it holds nothing."""
-    layout = world.layout_for(whole.shape, whole.is_complex())
+    layout = world.layout_of(whole)
     return cast(DTensor, cut(whole, layout, world.shard_rank, whole.dtype, world.collectives.mesh))
 
 

@@ -72,7 +72,7 @@ class Tiny:
 
     def newest(self, run: Path) -> float | None:
         """The number of the newest checkpoint; no folder with the name of one may be anything but whole."""
-        path, skipped = latest(run, step_of)
+        path, _, skipped = latest(run, step_of)
         assert skipped == []
         return None if path is None else self.load(path)
 

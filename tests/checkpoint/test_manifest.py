@@ -246,7 +246,7 @@ def test_newest_whole_checkpoint_is_found_and_damaged_ones_are_listed(checkpoint
     run = shutil.copytree(checkpoint.parent, tmp_path / "run")
     damage(run / "checkpoint-4", Damage("cut", "optimizer.safetensors"))
     (run / "checkpoint-6").mkdir()
-    path, skipped = latest(run, step_of)
+    path, _, skipped = latest(run, step_of)
     assert path == run / "checkpoint-2"
     assert [("checkpoint-6" in text, "optimizer.safetensors" in text) for text in skipped] == [
         (True, False),

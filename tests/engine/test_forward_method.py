@@ -1,6 +1,7 @@
 """Methods beside `forward` that compute with parameters."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,13 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.engine.twins import Block, Twins, batch
 from tests.ranks import on_ranks, run_alone
+
+
+def _twice(method: Any) -> Any:
+    def decorated(*args: Any) -> Tensor:  # without `functools.wraps`
+        return 2 * method(*args)
+
+    return decorated
 
 
 class Encoder(nn.Module):
@@ -44,6 +52,14 @@ class Projection(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         return x @ self.weight
+
+    alias = project
+    decorated = _twice(project)
+
+
+class Overriding(Projection):
+    def project(self, x: Tensor) -> Tensor:
+        raise AssertionError("another method of the alias's name")
 
 
 def _loss(model: Encoder, x: Tensor) -> Tensor:
@@ -129,3 +145,25 @@ def test_registered_method_keeps_its_name_and_docstring() -> None:
     model = Encoder()
     zero.register_forward_method(model, "encode")
     assert model.encode.__name__ == "encode" and model.encode.__doc__ == "Docstring of encode."
+
+
+@pytest.mark.parametrize("name", ["alias", "decorated", "function"])
+@on_ranks(2)
+def test_what_is_registered_runs_whatever_its_own_name(name: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Block(3), nn.Linear(3, 5), Overriding())
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return getattr(model[2], name)(model[1](model[0](x))).pow(2).mean()
+
+    twins = Twins(3, make, loss)
+    for model in (twins.model, twins.reference):
+        model[2].function = lambda x, head=model[2]: x @ head.weight * 3
+    zero.register_forward_method(twins.model[2], name)
+    twins.step(2)
+    if name != "function":  # which is bound to the first model by its closure
+        average, expected = copy.deepcopy(twins.model), copy.deepcopy(twins.reference)
+        twins.step()
+        with torch.no_grad():
+            average(batch(0, 0))  # starts the copy's engine
+            torch.testing.assert_close(loss(average, batch(0, 0)), loss(expected, batch(0, 0)))

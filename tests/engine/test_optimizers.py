@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +19,20 @@ from tests.models import CASES, make_model
 from tests.ranks import run_ranks
 
 CASE = CASES["gpt2"]  # tied weights: one parameter in two places
+
+_COUNT = """
+import torch
+from torch.optim import optimizer
+import hf_zero as zero
+count = lambda: (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
+from hf_zero.engine import optimizers
+from hf_zero.sharding import shard_model
+found = [count()]
+for _ in range(2):
+    zero.shard_model(torch.nn.Linear(2, 2), {"stage": 1})
+    found.append(count())
+print(found)
+"""
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
@@ -99,3 +115,8 @@ def test_a_step_of_an_optimizer_left_behind_is_an_error() -> None:
     for failure in run_ranks(step_without_rebinding, 2, 3, expect_failure=True):
         assert failure.type_name == "PartitionError"
         assert "ZeroAccelerator.prepare" in failure.message
+
+
+def test_optimizers_are_heard_from_the_first_engine_on_once_a_process() -> None:
+    done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "[(0, 0), (1, 1), (1, 1)]"

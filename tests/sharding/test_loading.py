@@ -357,7 +357,9 @@ def whole_names(root: str, checkpoint: str, num_ranks_wanted: tuple[int, ...]) -
     with torch.device("meta"):
         model = CHECKPOINTS[checkpoint].build()
     for n in num_ranks_wanted:
-        world = mock.Mock(num_shards=n, layout_for=lambda shape, _, n=n: RowLayout(tuple(shape), n if shape else 1))
+        world = mock.Mock(
+            num_shards=n, layout_of=lambda param, n=n: RowLayout(tuple(param.shape), n if param.ndim else 1)
+        )
         shapes = checkpoint_shapes(None, [f"{root}/{checkpoint}/model.safetensors"], None)
         whole = names_to_read_whole(model, shapes, get_model_conversion_mapping(model), world)
         counts[n] = len(whole), len(list(model.parameters()))

@@ -112,7 +112,7 @@ def _write(state: ForeignState, out: Path) -> Path:
         logger.warning("%s has no optimizer: weights alone are imported", state.folders[0])
     world = World.alone(ZeroConfig(stage=0), torch.device("cpu"))
     staged = StagedCheckpoint(out, world)
-    try:
+    with staged.filling():
         staged.write(_weights_plan(state, staged.folder), _OneByOne(state.weights))
         if content is not None:
             states = {f"{name}.{key}": lazy for name, found in state.states.items() for key, lazy in found.items()}
@@ -120,8 +120,6 @@ def _write(state: ForeignState, out: Path) -> Path:
             staged.write(_plain_plan(tensors, states), _OneByOne(states))
             disk.write_file(staged.folder / numbers, json.dumps(content).encode())
         _copy_small_files(state, staged.folder)
-    except Exception as error:
-        staged.problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     config = {"imported_from": state.origin}
     staged.commit(Manifest(state.step, state.world_size, state.stage, config=config))
     return out

@@ -160,12 +160,12 @@ class HostCollectives(HostMemory):
         return self._post("gather", unit, numbers, received, partial(self._read_rows, private), items, bool(private))
 
     def _own_offset(self, item: Rows) -> int:
-        return item.layout.local_span_in_chunk(self.rank)[0] * item.flat.itemsize
+        return item.layout.span(self.rank)[0] * item.flat.itemsize
 
     def _read_rows(self, items: Sequence[Rows], numbers: dict[int, array[int]]) -> None:
         for peer, addresses in numbers.items():
             for item, address in zip(items, addresses, strict=True):
-                start, stop = item.layout.local_span_in_chunk(peer)
+                start, stop = item.layout.span(peer)
                 size = item.flat.itemsize
                 target = item.flat.data_ptr() + start * size
                 host_memory.read(self._board.pid_of[peer], address, target, (stop - start) * size)

@@ -14,10 +14,10 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
@@ -26,22 +26,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint import disk
-from hf_zero.checkpoint.commit import StagedCheckpoint, latest, recover_one, verify
-from hf_zero.checkpoint.cooperative import attempt, match, read_files
+from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
+from hf_zero.checkpoint.cooperative import match, read_files
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from hf_zero.checkpoint.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
 from hf_zero.checkpoint.model_state import weight_files
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
 from hf_zero.checkpoint.pieces import identity
-from hf_zero.checkpoint.tensor_file import Source, TensorInfo, layout_file
+from hf_zero.checkpoint.tensor_file import TensorInfo, layout_file
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 _OPTIMIZER, _SCHEDULER, _RANDOM, _CUSTOM = "optimizer", "scheduler", "random_states", "custom_checkpoint"
 _ORDER, _INDEX = "data_order.json", f"{WEIGHTS}.index.json"
@@ -62,25 +60,6 @@ def _models(accelerator: Any) -> list[nn.Module]:
 def _numbered(name: str, index: int) -> str:
     """As accelerate numbers its files."""
     return f"{name}_{index}" if index else name
-
-
-def _together(world: World, what: str, work: Callable[[], Result]) -> Result:
-    """What `work()` returns on this rank; an error on any rank, in other people's code too, becomes an error on all ranks."""
-    result, problem = None, None
-    try:
-        result = work()
-    except CheckpointError as error:
-        problem = str(error)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    world.raise_together(problem, what, CheckpointError)
-    return cast(Result, result)
-
-
-def _from_first(world: World, what: str, work: Callable[[], Result]) -> Result:
-    """What `work()` returns on rank 0, or its error, on all ranks."""
-    result = _together(world, what, lambda: work() if world.rank == 0 else None)
-    return cast(Result, world.share(result, what))
 
 
 # ---- where ----------------------------------------------------------------------------------------------------------
@@ -168,28 +147,25 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
         final = _naming_folder(accelerator, "save_state") / f"checkpoint_{accelerator.save_iteration}"
     else:
         final = Path(output_dir).expanduser()
-    _from_first(world, f"saving {final}", lambda: _check_place(final, is_named_here))
+    world.from_first(lambda: _check_place(final, is_named_here), f"saving {final}", CheckpointError)
     if world.rank == 0 and not accelerator.sync_gradients:
         logger.warning("save_state between optimizer steps: gradients accumulated since the last one are not saved")
     staged = StagedCheckpoint(final, world)
     step = 0
-    try:
+    with staged.filling():
         models = _after_save_hooks(accelerator, staged.folder, world)
         _write_small_files(accelerator, staged.folder, world)
         options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         for index, model in enumerate(models):
             work = functools.partial(_plan_weights, model, index, staged.folder, options)
-            staged.write(_from_first(world, "saving weights", work), model_sources(model))
+            staged.write(world.from_first(work, "saving weights", CheckpointError), model_sources(model))
         step = _write_optimizers(accelerator, staged, world)
-    except Exception as error:
-        staged.problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     config = json.loads(json.dumps(world.config.to_dict(), default=str))
     staged.commit(Manifest(step=step, world_size=world.num_ranks, stage=world.config.stage, config=config))
     project.iteration += 1
     if is_named_here and project.total_limit is not None and world.rank == 0:
-        problem = attempt(lambda: remove_old(final, project.total_limit))
-        if problem is not None:
-            logger.warning("old checkpoints in %s are still there: %s", final.parent, problem)
+        with tidying(f"old checkpoints in {final.parent}"):
+            remove_old(final, project.total_limit)
     return final
 
 
@@ -202,16 +178,13 @@ def _after_save_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.M
     given = [model.state_dict() for model in models]  # sharded: nothing is gathered
     names = [set(state) for state in given]
     weights: list[Any] = list(given)
-
-    def run() -> None:
+    with world.together("pre-hooks of save_state", CheckpointError):
         for hook in hooks.values():
             hook(accelerator._models, weights, str(folder))
         if any(all(state is not one for one in given) for state in weights) or names != [set(one) for one in given]:
             raise CheckpointError(
                 "a pre-hook of save_state changed weights; it may remove a model's from the list, not change them"
             )
-
-    _together(world, "pre-hooks of save_state", run)
     kept = [index for index, one in enumerate(given) if any(state is one for state in weights)]
     return [models[index] for index in world.share(kept, "the models to save")]
 
@@ -236,15 +209,13 @@ def _write_small_files(accelerator: Any, folder: Path, world: World) -> None:
         disk.write_file(folder / _ORDER, json.dumps(order).encode())
         return {}
 
-    sent = _together(world, "saving small states", write_own)
+    with world.together("saving small states", CheckpointError):
+        sent = write_own()
     received: list[dict[str, bytes]] = world.collect(sent, "random states")
-
-    def write_theirs() -> None:
+    with world.together("saving random states", CheckpointError):
         for files in received:
             for name, data in files.items():
                 disk.write_file(folder / name, data)
-
-    _together(world, "saving random states", write_theirs)
 
 
 def _refuse_partitioned(state: Any, what: str) -> None:
@@ -293,16 +264,14 @@ def _weights_name(index: int) -> str:
 
 def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World) -> int:
     """Write the optimizers' states; returns the number of steps that they have done."""
-
-    def capture_all() -> list[tuple[Plan, dict[str, Source], dict[str, Any]]]:
+    what = "saving optimizers"
+    with world.together(what, CheckpointError):
         numbered = enumerate(accelerator._optimizers)
-        return [capture(each, _names_for(each, accelerator), _numbered(_OPTIMIZER, i)) for i, each in numbered]
-
-    captured = _together(world, "saving optimizers", capture_all)
+        captured = [capture(each, _names_for(each, accelerator), _numbered(_OPTIMIZER, i)) for i, each in numbered]
     for index, (plan, sources, content) in enumerate(captured):
         staged.write(plan, sources)
         path = staged.folder / state_files(_numbered(_OPTIMIZER, index))[1]
-        _from_first(world, "saving optimizers", functools.partial(disk.write_file, path, json.dumps(content).encode()))
+        world.from_first(functools.partial(disk.write_file, path, json.dumps(content).encode()), what, CheckpointError)
     return max((_steps_in(content) for _, _, content in captured), default=0)
 
 
@@ -352,16 +321,19 @@ def load_state(
     """
     world = world_of_accelerator(accelerator)
     assert world is not None
-    folder = _folder_to_load(accelerator, input_dir, world)
-    manifest = verify(folder, world)
+    folder, manifest = _find(accelerator, input_dir, world)
     kwargs = {**load_kwargs, **({"weights_only": False} if allow_pickle else {})}
     what = f"loading {folder}"
-    checked = _together(world, what, lambda: _check_files(accelerator, folder, manifest, kwargs, allow_pickle))
+    with world.together(what, CheckpointError):
+        checked = _check_files(accelerator, folder, manifest, kwargs, allow_pickle)
     models = _after_load_hooks(accelerator, folder, world)
-    plans = _from_first(world, what, lambda: [_plan_reading(model, i, folder) for i, model in enumerate(models)])
+    plans = world.from_first(
+        lambda: [_plan_reading(model, i, folder) for i, model in enumerate(models)], what, CheckpointError
+    )
 
     # State changes from here on. Parameters come last, except for the user's objects, which may need them.
-    _together(world, what, lambda: _load_small_files(accelerator, folder, checked, kwargs))
+    with world.together(what, CheckpointError):
+        _load_small_files(accelerator, folder, checked, kwargs)
     if world.rank == 0 and manifest.world_size != world.num_ranks:
         logger.info(
             "%s was saved by %d ranks, and %d load it: random states of others are skipped, ranks without any keep theirs",
@@ -369,44 +341,30 @@ def load_state(
             manifest.world_size,
             world.num_ranks,
         )
-
-    def read() -> None:
+    with world.together(what, CheckpointError):
         with torch.no_grad():
             for model, (plan, names) in zip(models, plans, strict=True):
                 read_files(names, plan.pieces, model_sources(model), folder, world.shard_rank)
         for loaded in checked.optimizers:
             plan, sources = loaded.install()
             read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
-
-    _together(world, what, read)
     for engine in (engine_of(model) for model in models):
         if engine is not None:
             engine.mark_dirty()
-
-    def load_custom() -> None:
+    with world.together(what, CheckpointError):
         for obj, state in zip(accelerator._custom_objects, checked.custom, strict=True):
             obj.load_state_dict(state)
 
-    _together(world, what, load_custom)
 
-
-def _folder_to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> Path:
-    parent = _naming_folder(accelerator, "load_state") if input_dir is None else None
-
-    def choose() -> Path:
-        if parent is None:
-            folder = Path(cast(str, input_dir)).expanduser().absolute()
-            recover_one(folder)
-            return folder
-        found, skipped = latest(parent, _number)
-        for reason in skipped:
-            logger.warning("checkpoint skipped: %s", reason)
-        if found is None:
-            reasons = f": {'; '.join(skipped)}" if skipped else ""
-            raise CheckpointError(f"no valid checkpoint in {parent}{reasons}")
-        return found
-
-    return _from_first(world, "finding a checkpoint", choose)
+def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> tuple[Path, Manifest]:
+    """The folder to load, verified."""
+    if input_dir is None:
+        return newest(_naming_folder(accelerator, "load_state"), _number, world)
+    folder = Path(input_dir).expanduser().absolute()
+    what = "finding a checkpoint"
+    world.from_first(lambda: recover_one(folder), what, CheckpointError)
+    folder = world.share(folder, what)
+    return folder, verify(folder, world)
 
 
 def _check_files(
@@ -452,13 +410,9 @@ def _after_load_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.M
     """Run the user's pre-hooks; returns the models that they left in the list on rank 0."""
     hooks = accelerator._load_model_state_pre_hook
     left = list(accelerator._models)
-
-    def run() -> None:
+    with world.together("pre-hooks of load_state", CheckpointError):
         for hook in hooks.values():
             hook(left, str(folder))
-
-    if hooks:
-        _together(world, "pre-hooks of load_state", run)
     kept = [i for i, model in enumerate(accelerator._models) if any(model is each for each in left)]
     models = _models(accelerator)
     return [models[index] for index in world.share(kept, "the models to load")]

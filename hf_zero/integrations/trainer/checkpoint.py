@@ -21,19 +21,20 @@ from torch import nn
 
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import background_of, wait_for
-from hf_zero.checkpoint.commit import StagedCheckpoint, latest, staged_in, verify
-from hf_zero.checkpoint.cooperative import attempt, read_files, write_plan
+from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
+from hf_zero.checkpoint.cooperative import read_files, write_plan
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.world import World
-from hf_zero.errors import CheckpointError, CollectiveError, UsageError
+from hf_zero.errors import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+_VERIFIED = "_zero_verified"  # an attribute of a Trainer: the checkpoint that is about to be read
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -67,14 +68,9 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     final = run / f"checkpoint-{trainer.state.global_step}"
     staged = StagedCheckpoint(final, engine.world, background_of(engine.world))
     best_before = trainer.state.best_model_checkpoint
-    try:
-        with _into(trainer, staged):
-            original(trainer, model, trial)
-            _name_best(trainer, staged)
-    except CollectiveError:
-        raise  # there is nobody to agree with
-    except Exception as error:
-        staged.problem = staged.problem or f"{type(error).__name__}: {error}"
+    with staged.filling(), _into(trainer, staged):
+        original(trainer, model, trial)
+        _name_best(trainer, staged)
     world = engine.world
     manifest = Manifest(
         step=trainer.state.global_step,
@@ -91,9 +87,9 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
 
 
 def _rotate(trainer: Any, run: Path, world: World) -> None:
-    problem = attempt(functools.partial(_remove_old, trainer, run)) if world.rank == 0 else None
-    if problem is not None:
-        logger.warning("old checkpoints in %s are still there: %s", run, problem)
+    if world.rank == 0:
+        with tidying(f"old checkpoints in {run}"):
+            _remove_old(trainer, run)
 
 
 @contextmanager
@@ -103,13 +99,8 @@ def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
     def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with staged.filling():
                 return method(*args, **kwargs)
-            except CollectiveError:
-                raise
-            except Exception as error:
-                staged.problem = staged.problem or f"{type(error).__name__}: {error}"
-                return None
 
         return run
 
@@ -177,28 +168,23 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
     """
     engine = engine_under(trainer.model)
     assert engine is not None and engine.model is not None
-    world, problem, loaded = engine.world, None, None
-    try:
+    world, what = engine.world, f"reading the optimizer of {folder}"
+    with world.together(what, CheckpointError):
         loaded = LoadedState(folder, OPTIMIZER, trainer.optimizer, engine.model)
         scheduler = torch.load(folder / _SCHEDULER, weights_only=True)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
-    assert loaded is not None
-    plan, sources = loaded.install()
-    problem = attempt(
-        lambda: read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
-    )
-    world.raise_together(problem, f"reading the optimizer of {folder}", CheckpointError)
+    with world.together(what, CheckpointError):
+        plan, sources = loaded.install()
+        read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
     trainer.lr_scheduler.load_state_dict(scheduler)
 
 
 def load_weights(trainer: Any, folder: Path) -> None:
-    """Verify a checkpoint, then read this rank's rows of its weights."""
+    """Verify a checkpoint, unless `find_checkpoint` just has, then read this rank's rows of its weights."""
     engine = engine_under(trainer.model)
     assert engine is not None and engine.model is not None
     wait_for(engine.world)
-    verify(folder, engine.world)
+    if vars(trainer).pop(_VERIFIED, None) != folder:
+        verify(folder, engine.world)
     read_model(engine.model, folder, engine.world)
 
 
@@ -207,7 +193,7 @@ def wants_weights_only(args: Any) -> bool:
     return bool(getattr(args, "zero_weights_only", False))
 
 
-def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str | None:
+def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str:
     """The folder to resume from: the given one or, for True, the newest one that verifies; the same on every rank.
 
     Raises:
@@ -218,22 +204,23 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str 
     assert engine is not None
     world = engine.world
     wait_for(world)
-    found: tuple[str | None, str | None] = (None, None)
-    if world.rank == 0:
-        try:
-            found = _newest(Path(trainer.args.output_dir)) if isinstance(wanted, bool) else (os.fspath(wanted), None)
-        except OSError as error:
-            found = None, f"looking for a checkpoint in {trainer.args.output_dir}: {error}"
-    path, problem = world.share(found, "the checkpoint to resume from")
-    if problem is not None:
-        raise CheckpointError(problem)
-    manifest = verify(Path(path), world)
-    if wants_weights_only(trainer.args):
-        return str(path)
+    if isinstance(wanted, bool):
+        path, manifest = newest(Path(trainer.args.output_dir), step_of, world)
+    else:
+        path = world.share(Path(wanted), "the checkpoint to resume from")
+        manifest = verify(path, world)
+    if not wants_weights_only(trainer.args):
+        _check_goes_on(trainer, path, manifest)
+    vars(trainer)[_VERIFIED] = path
+    return str(path)
+
+
+def _check_goes_on(trainer: Any, path: Path, manifest: Manifest) -> None:
+    """Raise unless a training can go on from a checkpoint, judging only by facts that all ranks share."""
     for name in (*state_files(OPTIMIZER), _SCHEDULER, _STATE):
         if name not in manifest.files:
             raise CheckpointError(
-                f"{Path(path) / name} is missing: it was saved with weights alone, and training cannot go on from there; to "
+                f"{path / name} is missing: it was saved with weights alone, and training cannot go on from there; to "
                 "start anew from its weights, set zero_weights_only=True"
             )
     expected, ours = manifest.global_batch, global_batch_of(trainer)
@@ -244,7 +231,6 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str 
             f"{trainer.args.world_size} ranks): samples would be repeated or left out. Change the batch size, or set "
             "zero_any_batch=True to go on all the same"
         )
-    return str(path)
 
 
 class SignalSaves:
@@ -278,13 +264,3 @@ def signal_saves(trainer: Any) -> SignalSaves | None:
         if manager is not None and engine is not None:
             return SignalSaves(manager, engine.world)
     return None
-
-
-def _newest(run: Path) -> tuple[str | None, str | None]:
-    path, skipped = latest(run, step_of)
-    for reason in skipped:
-        logger.warning("checkpoint skipped: %s", reason)
-    if path is None:
-        reasons = f": {'; '.join(skipped)}" if skipped else ""
-        return None, f"no valid checkpoint in {run}{reasons}"
-    return str(path), None

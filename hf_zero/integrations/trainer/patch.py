@@ -24,7 +24,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from hf_zero.checkpoint.cooperative import attempt
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.optimizers import rebind_optimizer
@@ -50,8 +49,8 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
     wrappers: dict[str, Callable[..., Any]] = {
         "__init__": functools.partial(_wrap_init, prepare_model=prepare_model, callback=callback),
         "call_model_init": functools.partial(_wrap_call_model_init, prepare_model=prepare_model),
-        "train": functools.partial(_wrap_train),
-        "_save": functools.partial(_wrap_save),
+        "train": _wrap_train,
+        "_save": _wrap_save,
         "_save_checkpoint": _wrap_save_checkpoint,
         "_save_optimizer_and_scheduler": _wrap_save_optimizer,
         "_load_from_checkpoint": _wrap_load_weights,
@@ -147,8 +146,8 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if state_dict is not None or not is_plain_module or engine is None or engine.model is not self.model:
             return original(self, output_dir, state_dict)
         folder = output_dir if output_dir is not None else self.args.output_dir
-        problem = attempt(lambda: original(self, output_dir, {}))  # everything but the weights
-        engine.world.raise_together(problem, f"saving {folder}", CheckpointError)
+        with engine.world.together(f"saving {folder}", CheckpointError):
+            original(self, output_dir, {})  # everything but the weights
         return write_model(engine.model, Path(folder), engine.world)
 
     return wrapped

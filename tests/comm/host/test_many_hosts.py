@@ -65,9 +65,8 @@ def _gather(hosts: Sequence[int], is_shared: bool) -> tuple[list[Tensor], int, i
         memory = torch.empty(0).set_(collectives.allocate(4 * sum(sizes), "a test"))
     items = []
     for index, (layout, flat) in enumerate(zip(layouts, memory.split(sizes), strict=True)):
-        start, stop = layout.span(collectives.rank)
-        first, last = layout.local_span_in_chunk(collectives.rank)
-        flat[first:last] = _values(0, index, layout, torch.float32)[start:stop]
+        values = _values(0, index, layout, torch.float32)
+        layout.elements_of(flat, collectives.rank).copy_(layout.elements_of(values, collectives.rank))
         items.append(Rows(flat, layout))
     collectives.before_write("rows are in place")  # who is late would clear what others have written
     for _ in range(2):

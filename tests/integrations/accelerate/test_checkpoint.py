@@ -29,7 +29,9 @@ import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
 from hf_zero.checkpoint.model_plan import NotMovedError, plan_model
+from hf_zero.checkpoint.tensor_file import read_layout
 from hf_zero.integrations.accelerate.checkpoint import remove_old
+from tests.checkpoint.reads import counting_reads
 from tests.models import CASES, LENGTH, VOCAB, make_model
 from tests.ranks import run_alone, run_ranks
 
@@ -576,6 +578,23 @@ def name_and_rotate(folder: str) -> dict[str, Any]:
     meet()
     none = error_of(lambda: other.accelerator.load_state())
     return {"names": names, "again": again, "lines": [line for line in lines if "skipped:" in line], "none": none}
+
+
+def count_what_loading_reads(folder: str) -> tuple[int, int, int]:
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    saved = trained(Setup(), project=project).accelerator.save_state()
+    files = [read_layout(each) for each in Path(saved).glob("*.safetensors")]
+    other = Loop(Setup(seed=1), project=project)
+    with counting_reads() as sizes:
+        other.accelerator.load_state()
+    return sum(sizes), sum(file.nbytes for file in files), sum(len(file.header) for file in files)
+
+
+def test_loading_verifies_each_byte_once_and_reads_only_own_rows(tmp_path: Path) -> None:
+    found = run_ranks(count_what_loading_reads, 2, str(tmp_path))
+    _, size, headers = found[0]
+    read = sum(each for each, _, _ in found)
+    assert 2 * size - headers <= read <= 2 * size + 5 * headers, (read, size, headers)  # headers are read by each rank
 
 
 def test_automatic_names_rotate_and_the_newest_whole_one_is_loaded(tmp_path: Path) -> None:

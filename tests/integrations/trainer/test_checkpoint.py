@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
+from hf_zero.checkpoint.tensor_file import read_layout
+from tests.checkpoint.reads import counting_reads
 from tests.integrations.trainer.test_trainer import (
     COLLECTIVES,
     arguments,
@@ -434,3 +436,25 @@ def test_signal_to_one_rank_saves_on_all_at_the_same_step(folder: str) -> None:
     assert first[:2] == second[:2] and first[0] == ["checkpoint-2"]
     for _, _, straight, resumed in (first, second):
         assert_equal(straight, resumed)
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+@undone
+def count_what_resuming_reads(folder: str, by_name: bool) -> tuple[int, int, int]:
+    path = f"{folder}/counted_{by_name}"
+    make_trainer(folder, 3, loaded, output_dir=path, max_steps=2, **SAVING).train()
+    trainer = make_trainer(folder, 3, loaded, output_dir=path, max_steps=3)
+    files = [read_layout(each) for each in Path(path, "checkpoint-2").glob("*.safetensors")]
+    with counting_reads() as sizes:
+        trainer.train(resume_from_checkpoint=f"{path}/checkpoint-2" if by_name else True)
+    return sum(sizes), sum(file.nbytes for file in files), sum(len(file.header) for file in files)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_resuming_verifies_each_byte_once_and_reads_only_own_rows(folder: str, by_name: bool) -> None:
+    found = run_ranks(count_what_resuming_reads, 2, folder, by_name)
+    _, size, headers = found[0]
+    read = sum(each for each, _, _ in found)
+    assert 2 * size - headers <= read <= 2 * size + 5 * headers, (read, size, headers)  # headers are read by each rank
