@@ -112,6 +112,49 @@ def test_whole_states_of_a_plain_adagrad_are_cut_when_they_are_loaded(stage: int
         torch.testing.assert_close(whole(ours["sum"]), plain["sum"])
 
 
+# ---- compiled models -------------------------------------------------------------------------------------------------
+
+
+class Tied(Net):
+    """Reads weights of modules that it does not call; two modules share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.out = nn.Linear(5, 7, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.out(x).tanh() @ self.table.weight * 0.1
+        return nn.functional.linear(x, self.head.weight, self.head.bias)
+
+
+@pytest.mark.parametrize(("make", "backend"), [(Net, "aot_eager"), (Tied, "eager")])
+@_ENDS
+@on_ranks(2)
+def test_compiled_models_train_as_others_do(stage: int, make: Callable[[], nn.Module], backend: str) -> None:
+    compiled: list[Callable[[Tensor], Tensor]] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        is_ours = compiled and model is twins.model
+        return (compiled[0] if is_ours else model)(x).pow(2).mean()
+
+    twins = Twins(stage, make, loss, timeout_s=20)
+    try:
+        compiled.append(torch.compile(twins.model, backend=backend))
+        twins.step(2)
+        compiled.clear()
+        twins.model.compile(backend=backend)
+        twins.step(2)
+        twins.assert_same_output()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    finally:
+        torch.compiler.reset()
+
+
 # ---- threads, buffers, lifetimes -------------------------------------------------------------------------------------
 
 
