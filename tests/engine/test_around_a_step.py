@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from tests.engine.test_users_code import Slow
-from tests.engine.twins import Net, Twins, assert_same, batch, square_loss, whole
+from tests.engine.twins import Block, Net, Twins, assert_same, batch, square_loss, whole
 from tests.ranks import on_ranks
 
 _EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
@@ -153,6 +153,66 @@ def test_compiled_models_train_as_others_do(stage: int, make: Callable[[], nn.Mo
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
     finally:
         torch.compiler.reset()
+
+
+# ---- transforms of functions -----------------------------------------------------------------------------------------
+
+
+class Transforming(Net):
+    """Differentiates a function of its input: one that calls a block, or one inside a block."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        first = self.blocks[0]
+        match self.how:
+            case "grad":
+                x = x + torch.func.grad(lambda value: first(value).sum())(x)
+            case "vmap":
+                x = x + torch.func.vmap(first)(x)
+            case "read":
+                x = x + torch.func.grad(lambda value: (value @ self.head.weight.t()).pow(2).sum())(x)
+            case "autograd":
+                leaf = x.detach().requires_grad_()
+                x = x + torch.autograd.grad(first(leaf).sum(), leaf)[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TransformingBlock(Block):
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "inside":
+            x = x + torch.func.grad(lambda value: torch.tanh(self.up(self.norm(value))).sum())(x)
+            x = x + torch.func.vmap(lambda value: self.down(self.up(value)))(x)
+        return super().forward(x)
+
+
+def _transforming() -> nn.Module:
+    model = Transforming()
+    model.blocks[1] = TransformingBlock(5)
+    return model
+
+
+@pytest.mark.parametrize(("stage", "collectives"), [(1, "pairwise"), (3, "host"), (3, "pairwise")])
+@on_ranks(2)
+def test_functions_are_transformed_inside_a_block_and_refused_around_its_call(stage: int, collectives: str) -> None:
+    twins = Twins(stage, _transforming, collectives=collectives, timeout_s=20)
+    for how in ("grad", "vmap", "read"):
+        twins.model.how = how
+        with pytest.raises(zero.UsageError, match=r"torch.func.grad, vmap, .*use torch.autograd.grad"):
+            twins.model(twins.own())
+    for how in ("", "autograd", "inside", ""):
+        for model in (twins.model, twins.reference):
+            model.how = model.blocks[1].how = how
+        if how == "inside" and (stage, collectives) == (3, "pairwise"):  # torch allows no saved-tensor hooks there
+            with pytest.raises(RuntimeError, match="yet support saved tensor hooks"):
+                twins.model(twins.own())
+        else:
+            twins.step()
 
 
 # ---- threads, buffers, lifetimes -------------------------------------------------------------------------------------
