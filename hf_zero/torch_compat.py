@@ -219,6 +219,11 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_function_transform() -> bool:
+    """Whether `torch.func.grad`, `vmap`, `jvp` or another of them runs its function just now."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward pass is complete; never, if it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -68,6 +68,7 @@ TORCH = [
     Seam(torch.distributed.tensor._api, "", "r._spec = spec", "wrap_like, replaced_by_whole: where a DTensor keeps it"),
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
+    Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
     Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
     Seam(torch.autograd.profiler, "_is_profiler_enabled", "", "is_profiling"),
     Seam(torch, "_foreach_copy_", "", "a unit's rows are copied into their places in one call"),

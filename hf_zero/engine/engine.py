@@ -299,6 +299,11 @@ class ZeroEngine:
 
     # --- reads outside a call: see [Note: whoever reads gets the whole] ---------------------------------------------
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no forward and no backward is under way."""
+        return not self._roots and self.backward.session is None
+
     def read(self, param: Tensor) -> Tensor:
         """The whole tensor of a parameter, while a forward or backward is under way; at rest, the parameter itself."""
         p = self._by_param.get(id(param))

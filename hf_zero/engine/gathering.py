@@ -7,12 +7,14 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from hf_zero import torch_compat
 from hf_zero.engine.call import Call
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reading import is_method_running
 from hf_zero.engine.schedule import GatherOrder, first_uses
 from hf_zero.engine.unit import GatheredMemory, Residency, Unit
 from hf_zero.engine.world import World
+from hf_zero.errors import UsageError
 
 
 class Gathering:
@@ -59,7 +61,17 @@ class Gathering:
         call.hold()
 
     def begin_read(self) -> None:
-        """Somebody is about to read whole tensors: what was edited by hand is gathered again first."""
+        """Somebody is about to read whole tensors: what was edited by hand is gathered again first.
+
+        Raises:
+            UsageError: it is a function under `torch.func`, where every tensor made belongs to the transform, for good.
+        """
+        if torch_compat.in_function_transform():
+            raise UsageError(
+                "a function under torch.func.grad, vmap, jvp, ... calls a module whose parameters have to be gathered first, "
+                "and what is gathered inside a transform is lost with it: use torch.autograd.grad; in stages 1 and 2 the "
+                "transform may also be used inside the forward of that module (a block of the model)"
+            )
         self.flush_edits()
         self._has_read = True
 

@@ -126,13 +126,10 @@ class PartitionedTensor(DTensor):
             and (drawn := _draw_whole(func, args, kwargs, written)) is not None
         ):
             return drawn
-        if func is torch.ops.aten._foreach_copy_.default:
-            for target, source in zip(args[0], args[1], strict=True):
-                _plain(target).copy_(_plain(source))
-            return None
+        run = _copy_each if func is torch.ops.aten._foreach_copy_.default else func
         plain_args, plain_kwargs = pytree.tree_map_only(PartitionedTensor, PartitionedTensor._plain, (args, kwargs))
         try:
-            result = func(*plain_args, **plain_kwargs)
+            result = run(*plain_args, **plain_kwargs)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 _refuse_mix(given[0], str(func), error)
@@ -279,8 +276,10 @@ def _register(tensor: Tensor, name: str, hook: Any) -> RemovableHandle:
     return handle
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor._plain() if isinstance(tensor, PartitionedTensor) else tensor
+def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """`torch._foreach_copy_`, which torch has not for `DTensor`s."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
 
 
 def _draw_whole(func: Any, args: Any, kwargs: Any, written: list[PartitionedTensor]) -> Tensor | None:

@@ -11,10 +11,11 @@ what the optimizer holds, as ever.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,10 @@ from hf_zero.engine.unit import Unit
 
 class Reader(Protocol):
     """Who knows the whole tensors: the engine."""
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no forward and no backward is under way."""
 
     def read(self, param: Tensor) -> Tensor:
         """The whole tensor of a parameter, if a forward or backward is under way; else the parameter itself."""
@@ -57,18 +62,18 @@ class ReadableParameters(dict[str, Any]):
         if type(tensor) is Tensor or tensor is None:
             return tensor  # put there by the engine, for a call
         reader = self._reader()
-        return tensor if reader is None else reader.read(tensor)
+        return tensor if reader is None or reader.is_at_rest else _outside_compiled_graphs()(reader, tensor)
 
     def items(self) -> Any:
         """What is held at rest, also after a forward that Ctrl-C has ended."""
-        if (reader := self._reader()) is not None:
-            reader.settle()
+        if (reader := self._reader()) is not None and not reader.is_at_rest:
+            _outside_compiled_graphs()(reader, None)
         return super().items()
 
     def values(self) -> Any:
         """See `items`."""
-        if (reader := self._reader()) is not None:
-            reader.settle()
+        if (reader := self._reader()) is not None and not reader.is_at_rest:
+            _outside_compiled_graphs()(reader, None)
         return super().values()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -78,6 +83,19 @@ class ReadableParameters(dict[str, Any]):
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, (dict(self),)
+
+
+@functools.cache
+def _outside_compiled_graphs() -> Callable[[Reader, Tensor | None], Tensor | None]:
+    """Reads, or settles (None), where `torch.compile` looks away, as it does from hooks; made late: it imports a compiler."""
+
+    def ask(reader: Reader, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None:
+            return reader.read(tensor)
+        reader.settle()
+        return None
+
+    return cast(Callable[[Reader, Tensor | None], Tensor | None], torch.compiler.disable(ask))  # type: ignore[no-untyped-call]
 
 
 class Read:

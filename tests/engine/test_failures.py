@@ -142,3 +142,59 @@ def test_ranks_that_call_other_units_name_each_other(order: tuple[int, ...]) -> 
 def test_ranks_that_call_other_units_never_see_other_weights_where_all_are_prefetched(order: tuple[int, ...]) -> None:
     messages = run_ranks(_calls_differ, 2, order, 2**20)
     assert messages == ["right", "right"] or "right" not in messages
+
+
+class FragileLate(Net):
+    """Its backward breaks before the block whose number `breaks_at` is."""
+
+    breaks_at = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if x.requires_grad and index == self.breaks_at:
+                x.register_hook(_break)
+        return self.head(x)
+
+
+def _break(gradient: Tensor) -> None:
+    raise ZeroDivisionError("a user's hook")
+
+
+def _breaks_apart(stage: int) -> str:
+    twins = Twins(stage, FragileLate, timeout_s=SHORT_S)
+    twins.step()
+    twins.model.breaks_at = (2, 0)[twins.rank]
+    with pytest.raises(ZeroDivisionError):
+        square_loss(twins.model, twins.own()).backward()
+    twins.model.breaks_at = -1
+    twins.optimizers[0].zero_grad()
+    try:
+        twins.step()
+    except zero.CollectiveError as error:
+        return str(error)
+    return "right"
+
+
+def test_ranks_whose_users_hooks_raise_at_different_places_name_each_other_or_go_on() -> None:
+    assert run_ranks(_breaks_apart, 2, 0) == ["right", "right"]  # had exchanged nothing yet
+    left, right = run_ranks(_breaks_apart, 2, 3)
+    assert "rank 1" in left and "rank 0" in right
+
+
+def _second_model_on_one_rank() -> str:
+    twins, others = Twins(3, timeout_s=SHORT_S), Twins(3, timeout_s=SHORT_S)
+    for _ in range(2):
+        square_loss(others.model, twins.model(twins.own())).backward()
+    hidden = twins.model(twins.own())
+    output = others.model(hidden if twins.rank == 0 else hidden.detach()).pow(2).mean()
+    loss = hidden.pow(2).mean() + (output if twins.rank == 0 else output.detach())
+    with pytest.raises(zero.CollectiveError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_backward_that_reaches_a_second_model_on_one_rank_only_names_the_ranks() -> None:
+    left, right = run_ranks(_second_model_on_one_rank, 2)
+    assert "rank 1" in left and "rank 0" in right
