@@ -112,7 +112,7 @@ class Backward:
         if self._world.num_ranks > 1 and not self._is_syncing and not self._world.config.policy.shards_gradients:
             return None
         trainable = {unit.index: unit for unit in self.gathering.units if unit.trainable()}
-        return Reducer(trainable, self._world, self.gathering.reductions, self._ways)
+        return Reducer(trainable, self._world, self.gathering.reductions, self._ways, self.gathering.num_steps)
 
     def _end(self) -> None:
         session = self.session
@@ -300,7 +300,7 @@ class PlainBackward(Backward):
 
     def _finish(self, session: _Session) -> None:
         if session.has_gradients and self._is_syncing:
-            self._reducer.finish()
+            self._reducer.finish(self.gathering.num_steps)
 
 
 def _watch_gradient(p: ZeroParameter, on_gradient: Callable[[ZeroParameter], None]) -> Any:

@@ -30,6 +30,7 @@ class Gathering:
         order: the record of gathers.
         reductions: the agreed order of reductions.
         kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
+        num_steps: optimizer steps so far; the same on every rank.
         reads: (id(ZeroParameter), whether in the graph) -> what was read outside its call, in the running pass.
     """
 
@@ -40,6 +41,7 @@ class Gathering:
         self.reductions: list[int] = []
         self.kept_for_backward: set[int] = set()
         self.reads: dict[tuple[int, bool], Tensor] = {}
+        self.num_steps = 0
         self._world = world
         self._parameters = parameters
         self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
@@ -139,6 +141,7 @@ class Gathering:
     def after_step(self, held: list[ZeroParameter]) -> None:
         """An optimizer that holds these parameters has stepped, on every rank."""
         self._stepping = None
+        self.num_steps += bool(held)
         self.on_rows_changed(p for p in held if p.param.requires_grad or p.param.grad is not None)
         if held:
             self.drop()  # also units without anything that has changed

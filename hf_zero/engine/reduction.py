@@ -75,7 +75,13 @@ def ways(parameters: Iterable[ZeroParameter], world: World) -> dict[int, Way]:
     }
 
 
-def _check_trainable(fingerprints: Iterable[int]) -> None:
+def _check_alike(fingerprints: Iterable[int], steps: Iterable[int]) -> None:
+    counts = list(steps)
+    if len(set(counts)) > 1:
+        raise CollectiveError(
+            f"the ranks have taken different numbers of optimizer steps ({counts}, by rank), so the gradients of different "
+            "steps have met: on some rank a backward reached no trainable parameter, or did not run"
+        )
     if len(set(fingerprints)) > 1:
         raise PartitionError(
             "the ranks do not train the same parameters: requires_grad must be set alike on all of them"
@@ -106,12 +112,14 @@ class Reducer:
         world: the ranks.
         expected: the order of reductions, the same on every rank.
         ways: of every parameter of the model, trainable or not.
+        num_steps: optimizer steps so far, which tell whether the ranks are in the same one.
     """
 
     units: dict[int, Unit]
     world: World
     expected: Sequence[int]
     ways: Mapping[int, Way]
+    num_steps: int = 0
     _order: ReductionOrder = field(init=False)
     _gradients: dict[int, deque[dict[int, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
@@ -265,16 +273,16 @@ class Reducer:
         used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
         words = _words(used, len(self.ways))
         trail = self.world.collectives.trail
-        flags = [int(has_leftover), int(self._order.is_unexpected()), _fingerprint(parameters), trail]
+        flags = [int(has_leftover), int(self._order.is_unexpected()), _fingerprint(parameters), trail, self.num_steps]
         rows = self.world.everyone.agree([*flags, *words], "the end of backward")
-        _check_trainable(row[2] for row in rows)
+        _check_alike((row[2] for row in rows), (row[4] for row in rows))
         if len({row[3] for row in rows}) > 1:
             raise CollectiveError(
                 "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
                 "in stage 3 every rank must call the same units in the same order"
             )
         return [
-            _Report(bool(row[0]), bool(row[1]), sum(word << i * _BITS for i, word in enumerate(row[4:])))
+            _Report(bool(row[0]), bool(row[1]), sum(word << i * _BITS for i, word in enumerate(row[5:])))
             for row in rows
         ]
 
@@ -319,16 +327,16 @@ class WholeReducer:
         """Autograd has added to the gradient of `p`."""
         self._touched.add(id(p))
 
-    def finish(self) -> None:
+    def finish(self, num_steps: int) -> None:
         """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`."""
         trainable = [p for p in self.parameters if p.param.requires_grad]
         has = [id(p) in self._touched and p.param.grad is not None for p in trainable]
         used = sum(1 << position for position, is_used in enumerate(has) if is_used)
         words = _words(used, len(self.parameters))
-        rows = self.world.everyone.agree([_fingerprint(trainable), *words], "the end of backward")
-        _check_trainable(row[0] for row in rows)
+        rows = self.world.everyone.agree([_fingerprint(trainable), num_steps, *words], "the end of backward")
+        _check_alike((row[0] for row in rows), (row[1] for row in rows))
         anywhere = [0] * len(words)
-        for _, *row in rows:
+        for _, _, *row in rows:
             anywhere = [left | right for left, right in zip(anywhere, row, strict=True)]
         self._touched.clear()
         bucket: list[Tensor] = []

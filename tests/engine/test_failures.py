@@ -198,3 +198,13 @@ def _second_model_on_one_rank() -> str:
 def test_backward_that_reaches_a_second_model_on_one_rank_only_names_the_ranks() -> None:
     left, right = run_ranks(_second_model_on_one_rank, 2)
     assert "rank 1" in left and "rank 0" in right
+
+
+@on_ranks(2)
+def test_gradients_of_different_steps_never_meet_unseen() -> None:
+    twins = Twins(0, timeout_s=SHORT_S)
+    if twins.rank:  # its first backward reaches no parameter, so nobody waits for the other rank
+        twins.own().requires_grad_().sum().backward()
+        twins.optimizers[0].step()
+    with pytest.raises(CollectiveError, match=r"different numbers of optimizer steps \(\[0, 1\], by rank\)"):
+        twins.loss(twins.model, twins.own()).backward()

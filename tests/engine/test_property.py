@@ -323,7 +323,7 @@ class _Draw:
         self.shapes = tuple(self.shape(width) for _ in range(2 if self.maybe(0.2) else 1))
         # In stage 3 every rank must gather the same units, and small ones may lie in a branch; so with two engines.
         self.has_blocks = "units" not in config and all(len(shape.hidden) > 1 for shape in self.shapes)
-        self.can_be_uneven = self.has_blocks or (self.stage < 3 and len(self.shapes) == 1)
+        self.can_be_uneven = (self.has_blocks or self.stage < 3) and len(self.shapes) == 1
         # Positions run through all models; every rank's loss must reach a trained parameter: the embedding is in each.
         self.frozen_now = set(self.shapes[0].frozen)
         self.calls_twice = not self.is_simple and self.maybe(0.3)
