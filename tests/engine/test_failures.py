@@ -206,5 +206,5 @@ def test_gradients_of_different_steps_never_meet_unseen() -> None:
     if twins.rank:  # its first backward reaches no parameter, so nobody waits for the other rank
         twins.own().requires_grad_().sum().backward()
         twins.optimizers[0].step()
-    with pytest.raises(CollectiveError, match=r"different numbers of optimizer steps \(\[0, 1\], by rank\)"):
+    with pytest.raises(zero.CollectiveError, match=r"different numbers of optimizer steps \(\[0, 1\], by rank\)"):
         twins.loss(twins.model, twins.own()).backward()
