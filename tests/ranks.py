@@ -44,10 +44,10 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 _START_S, _CLEAN_S, _GROUP_LIMIT, _TAIL_CHARS = 120.0, 5.0, timedelta(seconds=60), 16_000
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Of this moment: what a test patches later must not stay in a worker that happens to start in that test.
-_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-_ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
 if sys.platform == "linux":
-    _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo resolves the host's name, which may be slow or fail
+    ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo resolves the host's name, which may be slow or fail
 _NOTHING = pickle.dumps(pickle.dumps(None))  # the reply of a worker that is ready or clean
 
 
@@ -130,7 +130,7 @@ def _clean_up() -> None:
         state.GradientState._reset_state()
     _leave_group()
     os.environ.clear()
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     os.chdir(_ROOT)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
@@ -155,7 +155,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_ENVIRONMENT,
+                env=ENVIRONMENT,
                 cwd=_ROOT,
                 pass_fds=(fd,),
                 start_new_session=True,  # Ctrl-C is for the parent, which then ends the workers

@@ -35,6 +35,7 @@ _TINY = {
 }
 
 
+@pytest.mark.slow
 def test_checkpoint_bench_measures_every_operation() -> None:
     with mock.patch.dict(SIZES, tiny=_TINY):
         lines = checkpoint.run("tiny", 2, 1, ["hf_zero"]).splitlines()

@@ -26,6 +26,7 @@ def _rank(loss: float) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_every_engine_is_measured_and_hf_zero_asks_for_its_rows_only(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     LlamaConfig(num_attention_heads=2, **sizes).save_pretrained(tmp_path / "model")

@@ -72,9 +72,7 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         after = cls.__mro__[cls.__mro__.index(ZeroTrainingArguments) + 1 :]
-        hidden = [
-            base.__name__ for base in after if base is not TrainingArguments and issubclass(base, TrainingArguments)
-        ]
+        hidden = [base.__name__ for base in after if _has_own_defaults(base)]
         if hidden:
             raise UsageError(
                 f"class {cls.__name__}(ZeroTrainingArguments, {hidden[0]}) would lose the defaults of {hidden[0]}: write "
@@ -84,6 +82,14 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     def __post_init__(self) -> None:
         """Read the configuration, start the process group, and partition models from now on."""
         start(self, super().__post_init__)
+
+
+def _has_own_defaults(cls: type) -> bool:
+    """Whether a class of arguments gives fields of `TrainingArguments` other defaults."""
+    if not issubclass(cls, TrainingArguments):
+        return False
+    ours, theirs = TrainingArguments.__dataclass_fields__, vars(cls).get("__dataclass_fields__", {})
+    return any(name in theirs and theirs[name].default != entry.default for name, entry in ours.items())
 
 
 def start(args: TrainingArguments, make: Callable[[], None]) -> None:

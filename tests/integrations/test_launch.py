@@ -1,0 +1,171 @@
+"""Scripts that know nothing of hf_zero train under it: the launcher, `hf_zero.run`, `with_zero`, `hf-zero config`."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import Seq2SeqTrainingArguments
+
+import hf_zero as zero
+from hf_zero import cli, configure
+from tests.ranks import ENVIRONMENT
+
+TRAINER = """
+import json, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainingArguments, Trainer
+
+args = Seq2SeqTrainingArguments(sys.argv[1], max_steps=3, per_device_train_batch_size=2, report_to=[], logging_steps=1,
+    save_strategy="no", use_cpu=True, disable_tqdm=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+shape = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**shape))
+generator = torch.Generator().manual_seed(0)
+data = [{"input_ids": (x := torch.randint(0, 64, (8,), generator=generator)), "labels": x} for _ in range(32)]
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+if args.process_index == 0:
+    kind = type(next(trainer.model.parameters())).__name__
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    print("found", json.dumps([args.world_size, kind, losses]))
+"""
+
+ACCELERATE = """
+import json, torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x = torch.randn(64, 4)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+losses = []
+for features, labels in loader:
+    loss = (model(features) - labels).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+if accelerator.is_main_process:
+    kind = type(next(model.parameters())).__name__
+    print("found", json.dumps([accelerator.num_processes, kind, losses]))
+"""
+
+
+def _run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+
+
+def _found(result: subprocess.CompletedProcess[str]) -> Any:
+    assert result.returncode == 0, result.stdout + result.stderr
+    line = next(line for line in result.stdout.splitlines() if line.startswith("found "))
+    return json.loads(line.removeprefix("found "))
+
+
+@pytest.mark.parametrize("name", ["trainer", pytest.param("accelerate", marks=pytest.mark.slow)])
+def test_unchanged_scripts_train_under_the_launcher_as_under_ddp(name: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text({"trainer": TRAINER, "accelerate": ACCELERATE}[name])
+    (tmp_path / "zero.yaml").write_text("stage: 3\n")
+    launcher = [sys.executable, "-m", "hf_zero.cli", "launch", "--num_processes", "2", "--zero", "zero.yaml"]
+    ours = _found(_run(*launcher, "script.py", "out", cwd=tmp_path))
+    plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    theirs = _found(_run(*plain, "script.py", "out", cwd=tmp_path))
+    assert ours[:2] == [2, "PartitionedTensor"] and theirs[:2] == [2, "Parameter"]
+    assert ours[2] == pytest.approx(theirs[2], abs=2e-4)  # the Trainer rounds what it logs
+
+
+def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("import sys\nprint(sys.argv)\nsys.exit(0)")
+    command = [sys.executable, "-m", "hf_zero.run", "--zero", '{"stage": 3}', "idle.py"]
+    result = _run(*command, "--lr", "1", cwd=tmp_path)
+    assert result.returncode == 1 and "['idle.py', '--lr', '1']" in result.stdout
+    assert "has partitioned no model" in result.stderr
+    assert _run(*command, "--help", cwd=tmp_path).returncode == 0
+    result = _run(
+        sys.executable, "-m", "hf_zero.run", "--expect", "2", "--zero", '{"stage": 3}', "idle.py", cwd=tmp_path
+    )
+    assert result.returncode == 1 and "2 processes were asked for, but 1 run" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["script.py"], "launch needs --zero FILE"),
+        (["--zero", "z.yaml", "--use_fsdp", "script.py"], "cannot be combined with FSDP"),
+        (["--zero", "z.yaml", "--no_python", "script"], "Python scripts only"),
+    ],
+)
+def test_launch_refuses_what_it_cannot_do(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", *argv]) == 1
+    assert text in capsys.readouterr().err
+
+
+# --- arguments of any class -----------------------------------------------------------------------------------------
+
+
+def test_with_zero_keeps_the_defaults_of_a_class_and_pickles(tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    made = zero.with_zero(SFTConfig)(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    assert isinstance(made, SFTConfig) and isinstance(made, zero.ZeroTrainingArguments)
+    assert made.learning_rate == SFTConfig(output_dir=str(tmp_path), use_cpu=True).learning_rate != 5e-5
+    assert made.zero is None and made.zero_config is None
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is type(made) and again.to_dict() == made.to_dict()
+    assert zero.with_zero(zero.ZeroTrainingArguments) is zero.ZeroTrainingArguments
+    assert zero.with_zero(SFTConfig) is zero.with_zero(SFTConfig)
+
+
+def test_bases_in_the_order_that_loses_defaults_are_refused() -> None:
+    from trl import SFTConfig
+
+    with pytest.raises(zero.UsageError, match=r"write class Mine\(SFTConfig, ZeroTrainingArguments\)"):
+        type("Mine", (zero.ZeroTrainingArguments, SFTConfig), {})
+    type("Mine", (SFTConfig, zero.ZeroTrainingArguments), {})
+    type("Mine", (zero.ZeroTrainingArguments, Seq2SeqTrainingArguments), {})  # has no defaults to lose
+    with pytest.raises(zero.UsageError, match="not derived"):
+        zero.with_zero(dict)  # type: ignore[type-var]
+
+
+def test_deepspeed_without_deepspeed_says_who_takes_its_file(tmp_path: Path) -> None:
+    with pytest.raises(zero.ConfigError, match="zero takes what deepspeed was given"):
+        zero.ZeroTrainingArguments(str(tmp_path), deepspeed="ds.json", report_to=[])
+
+
+# --- hf-zero config -------------------------------------------------------------------------------------------------
+
+
+def test_config_asks_and_writes_what_accelerate_and_we_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    places = ["--out", str(tmp_path / "z.yaml"), "--accelerate", str(tmp_path / "a.yaml")]
+    answers = iter(["2", "", "no"])
+    args = cli._parser().parse_args(["config", *places])
+    assert configure.run(args, ask=lambda question: next(answers)) == 0
+    config = zero.ZeroConfig.load(tmp_path / "z.yaml")
+    assert (config.stage, config.expected_world_size) == (2, 2)
+    accelerate = load_config_from_file(str(tmp_path / "a.yaml"))
+    assert (accelerate.num_processes, accelerate.mixed_precision) == (2, "no")
+    assert f"--config_file {tmp_path / 'a.yaml'}" in capsys.readouterr().out
+    assert cli.main(["config", *places]) == 1 and "exists already" in capsys.readouterr().err
+    args = cli._parser().parse_args(
+        ["config", "--out", str(tmp_path / "b.yaml"), "--accelerate", str(tmp_path / "c.yaml")]
+    )
+    with pytest.raises(zero.ConfigError, match="'4' is not one of the choices"):
+        configure.run(args, ask=lambda question: "4")
+
+
+def test_config_translates_a_deepspeed_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "ds.json"
+    source.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}))
+    assert cli.main(["config", "--from", str(source), "--out", str(tmp_path / "z.yaml")]) == 0
+    assert yaml.safe_load((tmp_path / "z.yaml").read_text()) == {"stage": 2}
+    out = capsys.readouterr().out
+    assert re.search(r"zero_optimization.stage +2 +kept", out) and "--per_device_train_batch_size 4" in out
