@@ -12,54 +12,25 @@ Source: DeepSpeed 0.19, `runtime/config.py`, `runtime/zero/config.py`, `runtime/
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
-import reprlib
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from hf_zero.config.deepspeed_reader import ABSENT, FROM_TRAINER, SHORT, ImportRow, Reader
 from hf_zero.config.deepspeed_rules import (
-    ADAM_RULES,
     BF16_RULES,
     FP16_RULES,
     OFFLOAD_KEYS,
-    OPTIMIZER_PARAMS,
-    OPTIMIZERS,
-    SCHEDULER_RULES,
-    SCHEDULERS,
     SHARDED_ONLY,
     TOP_KEYS,
     TOP_RULES,
     ZERO_RULES,
     ZERO_TRANSLATED,
-    Rule,
     Status,
 )
-from hf_zero.errors import ConfigError
+from hf_zero.config.deepspeed_training import translate_batch, translate_optimizer, translate_scheduler
 from hf_zero.tables import aligned
-
-ABSENT = "(absent)"
-"""The value in a row about a key that is not in the file, if DeepSpeed's default for it differs from ours."""
-
-
-@dataclass(frozen=True)
-class ImportRow:
-    """What became of one DeepSpeed key.
-
-    Attributes:
-        key: dotted path, such as "zero_optimization.stage".
-        value: as the file has it, or "(absent)".
-        status: "kept", "differs" or "unsupported": see [Note: three fates of a key].
-        note: what happens here, in one line.
-    """
-
-    key: str
-    value: Any
-    status: Status
-    note: str
 
 
 @dataclass(frozen=True)
@@ -79,10 +50,6 @@ class Translation:
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_FROM_TRAINER = "taken from the Trainer's arguments"
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def translate(mapping: Mapping[Any, Any], source: str) -> Translation:
@@ -95,15 +62,15 @@ def translate(mapping: Mapping[Any, Any], source: str) -> Translation:
     Raises:
         ConfigError: a key is unknown, or a value is wrong or would train differently here.
     """
-    reader = _Reader(source)
+    reader = Reader(source)
     reader.refuse_unknown("", mapping, TOP_KEYS)
     present = {key: value for key, value in mapping.items() if value is not None or key in TOP_RULES}
     _translate_precision(reader, present)
     _translate_zero(reader, present)
-    _translate_batch(reader, present)
+    translate_batch(reader, present)
     _translate_gradients(reader, present)
-    _translate_optimizer(reader, present)
-    _translate_scheduler(reader, present)
+    translate_optimizer(reader, present)
+    translate_scheduler(reader, present)
     reader.judge("", present, TOP_RULES)
     return Translation(reader.zero, reader.training, tuple(reader.rows))
 
@@ -119,97 +86,18 @@ def _as_json(value: object) -> str:
         return ABSENT
     if isinstance(value, float):
         return f"{value:g}"
-    text = json.dumps(value) if isinstance(value, (str, int, type(None))) else _SHORT.repr(value)
+    text = json.dumps(value) if isinstance(value, (str, int, type(None))) else SHORT.repr(value)
     return text if len(text) <= 32 else text[:29] + "..."
 
 
-@dataclass
-class _Reader:
-    """One pass over a DeepSpeed config: collects what its keys mean here, and raises for a key that cannot be honoured."""
-
-    source: str
-    zero: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
-    rows: list[ImportRow] = field(default_factory=list)
-
-    def row(self, key: str, value: object, note: str, status: Status = "kept") -> None:
-        self.rows.append(ImportRow(key, value, status, note))
-
-    def error(self, key: str, value: object, problem: str) -> ConfigError:
-        return ConfigError(f"{self.source}: key '{key}': {_SHORT.repr(value)}: {problem}")
-
-    def refuse_unknown(self, prefix: str, block: Mapping[Any, Any], known: Iterable[str]) -> None:
-        names = sorted(known)
-        for key in block:
-            if key in names:
-                continue
-            near = difflib.get_close_matches(str(key), names, n=1)
-            advice = f"did you mean '{prefix}{near[0]}'?" if near else "hf_zero knows no such DeepSpeed key; remove it"
-            raise ConfigError(f"{self.source}: unknown key {_SHORT.repr(f'{prefix}{key}')}; {advice}")
-
-    def block(self, key: str, value: object) -> Mapping[Any, Any]:
-        if not isinstance(value, Mapping):
-            raise self.error(key, value, "is not a block of keys; write {...}")
-        return value
-
-    def flag(self, key: str, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise self.error(key, value, "is not a boolean; use true or false")
-        return value
-
-    def number(self, key: str, value: object, *, minimum: float = 0.0) -> int | float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not minimum <= value <= sys.maxsize:  # type: ignore[operator]
-            raise self.error(key, value, f"is not a number of at least {minimum:g}")
-        return value  # type: ignore[return-value]
-
-    def count(self, key: str, value: object, *, minimum: int = 0) -> int:
-        number = self.number(key, value, minimum=minimum)
-        if number != int(number):
-            raise self.error(key, value, "is not a whole number")
-        return int(number)
-
-    def argument(self, key: str, value: object, argument: str, parsed: Any) -> None:
-        """Record a value that the Trainer takes under another argument name."""
-        self.training[argument] = parsed
-        self.row(key, value, f"{argument}={parsed}")
-
-    def judge(self, prefix: str, block: Mapping[Any, Any], rules: Mapping[str, Rule]) -> None:
-        """Add rows, or raise an error, for the keys that need no translation."""
-        for name, value in block.items():
-            rule = rules.get(name)
-            if rule is None:
-                continue
-            key, asked = f"{prefix}{name}", value
-            if rule.switch and value is not None:
-                asked = self.block(key, value).get(rule.switch)
-                key = f"{key}.{rule.switch}"
-            if asked is None:  # DeepSpeed's default, which is harmless for every key
-                self.row(key, asked, "")
-                continue
-            if rule.type == "flag":
-                self.flag(key, asked)
-            elif rule.type == "number" and asked != "auto" and asked not in rule.harmless:
-                self.number(key, asked)
-            is_harmless = asked in rule.harmless
-            if rule.fate == "refused" and not is_harmless:
-                raise self.error(key, asked, rule.note)
-            if rule.fate == "refused":
-                self.row(key, asked, "")
-            elif is_harmless:
-                self.row(key, asked, rule.note if asked is True else "")
-            else:
-                self.row(key, asked, rule.note, rule.fate)
-
-
-def _translate_precision(reader: _Reader, top: Mapping[Any, Any]) -> None:
+def _translate_precision(reader: Reader, top: Mapping[Any, Any]) -> None:
     if "fp16" in top:
         block = reader.block("fp16", top["fp16"])
         reader.refuse_unknown("fp16.", block, {"enabled", *FP16_RULES})
         enabled = block.get("enabled", False)
         if enabled != "auto" and reader.flag("fp16.enabled", enabled):
             raise reader.error("fp16.enabled", True, "float16 with its loss scaling is not supported yet; use bf16")
-        reader.row("fp16.enabled", enabled, _FROM_TRAINER if enabled == "auto" else "")
+        reader.row("fp16.enabled", enabled, FROM_TRAINER if enabled == "auto" else "")
         reader.judge("fp16.", block, FP16_RULES)
     name = "bf16" if "bf16" in top else "bfloat16"
     if name not in top:
@@ -218,7 +106,7 @@ def _translate_precision(reader: _Reader, top: Mapping[Any, Any]) -> None:
     reader.refuse_unknown(f"{name}.", block, {"enabled", *BF16_RULES})
     enabled = block.get("enabled", False)
     if enabled == "auto":
-        reader.row(f"{name}.enabled", enabled, _FROM_TRAINER)
+        reader.row(f"{name}.enabled", enabled, FROM_TRAINER)
     else:
         dtype = "bfloat16" if reader.flag(f"{name}.enabled", enabled) else "float32"
         reader.zero["compute_dtype"] = dtype
@@ -227,7 +115,7 @@ def _translate_precision(reader: _Reader, top: Mapping[Any, Any]) -> None:
     reader.judge(f"{name}.", block, BF16_RULES)
 
 
-def _translate_gradients(reader: _Reader, top: Mapping[Any, Any]) -> None:
+def _translate_gradients(reader: Reader, top: Mapping[Any, Any]) -> None:
     if "gradient_allreduce_op" in top:
         value = top["gradient_allreduce_op"]
         if value not in ("mean", "sum"):
@@ -236,10 +124,10 @@ def _translate_gradients(reader: _Reader, top: Mapping[Any, Any]) -> None:
         reader.row("gradient_allreduce_op", value, f"gradient_reduction={value}")
     clipping = top.get("gradient_clipping", ABSENT)
     if clipping == ABSENT:
-        note = f"max_grad_norm is {_FROM_TRAINER}; DeepSpeed would not clip"
+        note = f"max_grad_norm is {FROM_TRAINER}; DeepSpeed would not clip"
         reader.row("gradient_clipping", ABSENT, note, "differs")
     elif clipping == "auto":
-        reader.row("gradient_clipping", clipping, _FROM_TRAINER)
+        reader.row("gradient_clipping", clipping, FROM_TRAINER)
     else:
         reader.argument(
             "gradient_clipping", clipping, "max_grad_norm", float(reader.number("gradient_clipping", clipping))
@@ -247,7 +135,7 @@ def _translate_gradients(reader: _Reader, top: Mapping[Any, Any]) -> None:
     _translate_data_types(reader, top)
 
 
-def _translate_data_types(reader: _Reader, top: Mapping[Any, Any]) -> None:
+def _translate_data_types(reader: Reader, top: Mapping[Any, Any]) -> None:
     block = reader.block("data_types", top.get("data_types", {}))
     reader.refuse_unknown("data_types.", block, ("buffer_dtype", "grad_accum_dtype", "param_dtype"))
     for name, value in block.items():
@@ -263,7 +151,7 @@ def _translate_data_types(reader: _Reader, top: Mapping[Any, Any]) -> None:
             reader.row(key, value, "gradients are accumulated in reduce_dtype", "kept" if is_same else "differs")
 
 
-def _translate_zero(reader: _Reader, top: Mapping[Any, Any]) -> None:
+def _translate_zero(reader: Reader, top: Mapping[Any, Any]) -> None:
     value = top.get("zero_optimization", {})
     if isinstance(value, bool):
         raise reader.error("zero_optimization", value, 'is an old form; write {"stage": 1} or {"stage": 0}')
@@ -288,7 +176,7 @@ def _translate_zero(reader: _Reader, top: Mapping[Any, Any]) -> None:
     reader.judge(prefix, block, ZERO_RULES)
 
 
-def _refuse_offload(reader: _Reader, key: str, value: object) -> None:
+def _refuse_offload(reader: Reader, key: str, value: object) -> None:
     if value is None:
         return
     block = reader.block(key, value)
@@ -300,7 +188,7 @@ def _refuse_offload(reader: _Reader, key: str, value: object) -> None:
     reader.row(f"{key}.device", device, "")
 
 
-def _translate_reduce_dtype(reader: _Reader, top: Mapping[Any, Any]) -> str | None:
+def _translate_reduce_dtype(reader: Reader, top: Mapping[Any, Any]) -> str | None:
     if "communication_data_type" not in top:
         return None
     value = top["communication_data_type"]
@@ -313,7 +201,7 @@ def _translate_reduce_dtype(reader: _Reader, top: Mapping[Any, Any]) -> str | No
 
 
 def _translate_bucket(
-    reader: _Reader, block: Mapping[Any, Any], name: str, zero_key: str, dtype: str, *, minimum_bytes: int
+    reader: Reader, block: Mapping[Any, Any], name: str, zero_key: str, dtype: str, *, minimum_bytes: int
 ) -> None:
     """Convert DeepSpeed's number of elements to our number of bytes: what the buffer would have taken there."""
     value = block.get(name)
@@ -328,7 +216,7 @@ def _translate_bucket(
     reader.row(key, value, f"{zero_key}={num_bytes}: elements of {_DTYPE_BYTES[dtype]} bytes ({dtype})")
 
 
-def _translate_persistence(reader: _Reader, block: Mapping[Any, Any]) -> None:
+def _translate_persistence(reader: Reader, block: Mapping[Any, Any]) -> None:
     name = "stage3_param_persistence_threshold"
     value = block.get(name)
     if value is None:
@@ -345,7 +233,7 @@ def _translate_persistence(reader: _Reader, block: Mapping[Any, Any]) -> None:
         reader.row(key, value, "only used in stage 3")
 
 
-def _translate_reduce_scatter(reader: _Reader, block: Mapping[Any, Any]) -> None:
+def _translate_reduce_scatter(reader: Reader, block: Mapping[Any, Any]) -> None:
     """Which exchange gives each rank its own rows.
 
     DeepSpeed's `reduce_scatter` scatters nothing: it all-reduces a bucket that holds several ranks' rows or, if
@@ -378,144 +266,3 @@ def _note_of_buckets(scatters: bool | None, is_bucketed: bool) -> tuple[str, Sta
     if scatters:
         return "reduce_scatter=to_owner: each rank's rows are reduced to it, one reduce per rank", "kept"
     return 'gradients are reduce-scattered; write "reduce_scatter": true too to reduce to each owner', "differs"
-
-
-def _translate_batch(reader: _Reader, top: Mapping[Any, Any]) -> None:
-    sizes: dict[str, int] = {}
-    for key, argument in (
-        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-    ):
-        if top.get(key) == "auto":
-            reader.row(key, "auto", _FROM_TRAINER)
-        elif key in top:
-            sizes[key] = reader.count(key, top[key], minimum=1)
-            reader.argument(key, top[key], argument, sizes[key])
-    if "dataloader_drop_last" in top:
-        value = reader.flag("dataloader_drop_last", top["dataloader_drop_last"])
-        reader.argument("dataloader_drop_last", value, "dataloader_drop_last", value)
-    key = "train_batch_size"
-    if top.get(key) == "auto":
-        reader.row(key, "auto", "follows from the other sizes and the number of ranks")
-    elif key in top:
-        _translate_total_batch(reader, top, reader.count(key, top[key], minimum=1), sizes)
-
-
-def _translate_total_batch(reader: _Reader, top: Mapping[Any, Any], total: int, sizes: Mapping[str, int]) -> None:
-    key, parts = "train_batch_size", ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    missing = [part for part in parts if part not in top]
-    if missing:
-        advice = f"needs the number of ranks, unknown here, to find '{missing[0]}'; write that key too, or \"auto\""
-        raise reader.error(key, total, advice)
-    if len(sizes) < len(parts):
-        reader.row(key, total, "not checked: the other sizes are taken from the Trainer's arguments", "differs")
-        return
-    num_ranks, rest = divmod(total, math.prod(sizes.values()))
-    if rest or num_ranks == 0:
-        raise reader.error(key, total, f"is not a multiple of {parts[0]} x {parts[1]}, {math.prod(sizes.values())}")
-    reader.zero["expected_world_size"] = num_ranks
-    reader.row(key, total, f"expected_world_size={num_ranks}")
-
-
-def _translate_optimizer(reader: _Reader, top: Mapping[Any, Any]) -> None:
-    if "optimizer" not in top:
-        return
-    block = reader.block("optimizer", top["optimizer"])
-    reader.refuse_unknown("optimizer.", block, ("legacy_fusion", "params", "type"))
-    kind = block.get("type")
-    name = kind.lower() if isinstance(kind, str) else ""
-    if name not in OPTIMIZERS:
-        known = "Adam, AdamW, SGD, Adagrad or RMSprop"
-        raise reader.error("optimizer.type", kind, f"the Trainer cannot build it; use {known}, or remove the block")
-    params = reader.block("optimizer.params", block.get("params", {}))
-    is_adam = name in ("adam", "adamw")
-    optim = ("adamw_torch" if params.get("torch_adam") is True else "adamw_torch_fused") if is_adam else name
-    reader.argument("optimizer.type", kind, "optim", optim)
-    known_params = {*OPTIMIZER_PARAMS, *OPTIMIZERS[name], *(("betas", "eps", *ADAM_RULES) if is_adam else ())}
-    reader.refuse_unknown("optimizer.params.", params, known_params)
-    if "lr" not in params:
-        note = f"learning_rate is {_FROM_TRAINER}, or the scheduler's; DeepSpeed would use its optimizer's default"
-        reader.row("optimizer.params.lr", ABSENT, note, "differs")
-
-    optim_args: dict[str, str] = {}
-    for param, value in params.items():
-        key = f"optimizer.params.{param}"
-        if param in ADAM_RULES:
-            continue
-        if value == "auto":
-            reader.row(key, value, _FROM_TRAINER)
-        elif param in OPTIMIZER_PARAMS:
-            reader.argument(key, value, OPTIMIZER_PARAMS[param], float(reader.number(key, value)))
-        elif is_adam:
-            _translate_adam_param(reader, param, value)
-        else:
-            is_flag = param in ("nesterov", "centered")
-            optim_args[param] = str(reader.flag(key, value) if is_flag else float(reader.number(key, value)))
-            reader.row(key, value, "goes into optim_args")
-    if optim_args:
-        reader.training["optim_args"] = ",".join(f"{param}={value}" for param, value in optim_args.items())
-    reader.judge("optimizer.params.", params, ADAM_RULES if is_adam else {})
-
-
-def _translate_adam_param(reader: _Reader, param: str, value: object) -> None:
-    key = f"optimizer.params.{param}"
-    if param == "eps":
-        reader.argument(key, value, "adam_epsilon", float(reader.number(key, value)))
-        return
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise reader.error(key, value, "is not a pair of numbers; write for example [0.9, 0.999]")
-    beta1, beta2 = (float(reader.number(key, beta)) for beta in value)
-    reader.training |= {"adam_beta1": beta1, "adam_beta2": beta2}
-    reader.row(key, value, f"adam_beta1={beta1}, adam_beta2={beta2}")
-
-
-def _translate_scheduler(reader: _Reader, top: Mapping[Any, Any]) -> None:
-    if "scheduler" not in top:
-        return
-    block = reader.block("scheduler", top["scheduler"])
-    reader.refuse_unknown("scheduler.", block, ("params", "type"))
-    kind = block.get("type")
-    if not isinstance(kind, str) or kind not in SCHEDULERS:
-        known = ", ".join(SCHEDULERS)
-        raise reader.error(
-            "scheduler.type", kind, f"the Trainer cannot build it; use one of {known}, or remove the block"
-        )
-    params = reader.block("scheduler.params", block.get("params", {}))
-    is_cosine = kind == "WarmupCosineLR"
-    known_params = {*SCHEDULER_RULES, "warmup_num_steps"}
-    known_params |= {"cos_min_ratio"} if is_cosine else {"warmup_max_lr"}
-    known_params |= set() if kind == "WarmupLR" else {"total_num_steps"}
-    reader.refuse_unknown("scheduler.params.", params, known_params)
-    note = f"lr_scheduler_type={SCHEDULERS[kind]}; DeepSpeed's runs one step behind"
-    reader.training["lr_scheduler_type"] = SCHEDULERS[kind]
-    reader.row("scheduler.type", kind, note, "differs")
-    if is_cosine:
-        ratio = float(reader.number("scheduler.params.cos_min_ratio", params.get("cos_min_ratio", 0.0001)))
-        reader.training["lr_scheduler_kwargs"] = {"min_lr_rate": ratio}
-        reader.row("scheduler.params.cos_min_ratio", params.get("cos_min_ratio", ABSENT), f"min_lr_rate={ratio}")
-    _translate_scheduler_params(reader, kind, params)
-    reader.judge("scheduler.params.", params, SCHEDULER_RULES)
-
-
-def _translate_scheduler_params(reader: _Reader, kind: str, params: Mapping[Any, Any]) -> None:
-    if params.get("warmup_type") is None:
-        note = "the Trainer's warm-up is linear; DeepSpeed's is logarithmic unless warmup_type says \"linear\""
-        reader.row("scheduler.params.warmup_type", ABSENT, note, "differs")
-    for name, argument, minimum in (("warmup_num_steps", "warmup_steps", 0), ("total_num_steps", "max_steps", 1)):
-        key, value = f"scheduler.params.{name}", params.get(name)
-        if value == "auto":
-            reader.row(key, value, _FROM_TRAINER)
-        elif value is not None:
-            reader.argument(key, value, argument, reader.count(key, value, minimum=minimum))
-    key, value = "scheduler.params.warmup_max_lr", params.get("warmup_max_lr")
-    if value == "auto":
-        reader.row(key, value, _FROM_TRAINER)
-    elif value is not None:
-        reader.training["learning_rate"] = rate = float(reader.number(key, value))
-        reader.row(key, value, f"learning_rate={rate}, in place of the optimizer's lr, as in DeepSpeed")
-    if "warmup_num_steps" not in params:
-        note = f"warmup_steps is {_FROM_TRAINER}; DeepSpeed would use 1000"
-        reader.row("scheduler.params.warmup_num_steps", ABSENT, note, "differs")
-    if kind == "WarmupDecayLR" and "warmup_max_lr" not in params:
-        note = "the optimizer's lr, or the Trainer's learning_rate; DeepSpeed would use 0.001"
-        reader.row("scheduler.params.warmup_max_lr", ABSENT, note, "differs")

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from hf_zero.config import deepspeed, deepspeed_rules, files, values
-from hf_zero.config.deepspeed import ImportRow
+from hf_zero.config.deepspeed_reader import ImportRow
 from hf_zero.errors import ConfigError
 
 __all__ = [

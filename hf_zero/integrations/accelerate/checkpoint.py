@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
 from hf_zero.checkpoint.cooperative import match, read_files
-from hf_zero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
 from hf_zero.checkpoint.model_state import weight_files
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
@@ -36,14 +36,14 @@ from hf_zero.checkpoint.pieces import identity
 from hf_zero.checkpoint.tensor_file import TensorInfo, layout_file
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.world import World
-from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.errors import CheckpointError
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
+from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
 
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER, _SCHEDULER, _RANDOM, _CUSTOM = "optimizer", "scheduler", "random_states", "custom_checkpoint"
 _ORDER, _INDEX = "data_order.json", f"{WEIGHTS}.index.json"
-_NAME = re.compile(r"^checkpoint_(\d+)$")
 
 
 def world_of_accelerator(accelerator: Any) -> World | None:
@@ -60,65 +60,6 @@ def _models(accelerator: Any) -> list[nn.Module]:
 def _numbered(name: str, index: int) -> str:
     """As accelerate numbers its files."""
     return f"{name}_{index}" if index else name
-
-
-# ---- where ----------------------------------------------------------------------------------------------------------
-
-
-def _naming_folder(accelerator: Any, what: str) -> Path:
-    """Where accelerate keeps the checkpoints that it names itself."""
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        raise UsageError(f"{what} needs a folder, or a ProjectConfiguration with automatic_checkpoint_naming=True")
-    if accelerator.project_dir is None:
-        raise UsageError(f"{what}: automatic_checkpoint_naming needs the project_dir of the ProjectConfiguration")
-    return Path(accelerator.project_dir) / "checkpoints"
-
-
-def _number(path: Path) -> int | None:
-    found = _NAME.match(path.name)
-    return None if found is None else int(found.group(1))
-
-
-def _check_place(final: Path, is_named_here: bool) -> None:
-    """Raise unless `final` may be written, and its present content may be replaced."""
-    if not os.path.lexists(final):
-        return
-    if is_named_here:
-        raise CheckpointError(
-            f"{final} exists already: set accelerator.project_configuration.iteration to the number to start with"
-        )
-    if final.is_symlink() or not final.is_dir():
-        raise CheckpointError(f"{final} is not a folder: choose another name")
-    known = set[str]()
-    if (final / MANIFEST).is_file():
-        try:
-            known = {MANIFEST, *read_manifest(final).files}
-        except CheckpointError as error:
-            raise CheckpointError(f"{final} cannot be replaced: choose another name, or remove it ({error})") from error
-    foreign = sorted(path.name for path in final.iterdir() if path.name not in known)
-    if foreign:
-        raise CheckpointError(
-            f"{final} holds {foreign[0]!r}, which no checkpoint of hf_zero wrote, and saving replaces the whole folder: "
-            "choose another name, or remove it"
-        )
-
-
-def remove_old(newest: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beside one that has just been committed.
-
-    Args:
-        newest: stays.
-        limit: how many stay, at least one.
-    """
-    parent = newest.parent
-    for path in parent.glob(".checkpoint_*.removed"):  # left by a process that ended here
-        disk.remove_tree(path)
-    ours = [(n, path) for path in parent.iterdir() if (n := _number(path)) is not None and (path / MANIFEST).is_file()]
-    removable = [path for _, path in sorted(ours) if path.name != newest.name]
-    for path in removable[: max(len(ours) - max(limit, 1), 0)]:
-        gone = parent / f".{path.name}.removed"
-        disk.rename(path, gone)  # in one step: half a checkpoint would be reported as damaged
-        disk.remove_tree(gone)
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -144,10 +85,10 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
     project = accelerator.project_configuration
     is_named_here = bool(project.automatic_checkpoint_naming)
     if is_named_here or output_dir is None:
-        final = _naming_folder(accelerator, "save_state") / f"checkpoint_{accelerator.save_iteration}"
+        final = naming_folder(accelerator, "save_state") / f"checkpoint_{accelerator.save_iteration}"
     else:
         final = Path(output_dir).expanduser()
-    world.from_first(lambda: _check_place(final, is_named_here), f"saving {final}", CheckpointError)
+    world.from_first(lambda: check_place(final, is_named_here), f"saving {final}", CheckpointError)
     if world.rank == 0 and not accelerator.sync_gradients:
         logger.warning("save_state between optimizer steps: gradients accumulated since the last one are not saved")
     staged = StagedCheckpoint(final, world)
@@ -359,7 +300,7 @@ def load_state(
 def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> tuple[Path, Manifest]:
     """The folder to load, verified."""
     if input_dir is None:
-        return newest(_naming_folder(accelerator, "load_state"), _number, world)
+        return newest(naming_folder(accelerator, "load_state"), number_of, world)
     folder = Path(input_dir).expanduser().absolute()
     what = "finding a checkpoint"
     world.from_first(lambda: recover_one(folder), what, CheckpointError)

@@ -30,7 +30,7 @@ from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
 from hf_zero.checkpoint.model_plan import NotMovedError, plan_model
 from hf_zero.checkpoint.tensor_file import read_layout
-from hf_zero.integrations.accelerate.checkpoint import remove_old
+from hf_zero.integrations.accelerate.places import remove_old
 from tests.checkpoint.reads import counting_reads
 from tests.models import CASES, LENGTH, VOCAB, make_model
 from tests.ranks import run_alone, run_ranks

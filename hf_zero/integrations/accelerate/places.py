@@ -1,0 +1,73 @@
+"""Where `ZeroAccelerator` keeps its checkpoints: names, what may be replaced, and what is removed when there are too many."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
+from hf_zero.errors import CheckpointError, UsageError
+
+_NAME = re.compile(r"^checkpoint_(\d+)$")
+
+
+def naming_folder(accelerator: Any, what: str) -> Path:
+    """Where accelerate keeps the checkpoints that it names itself."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise UsageError(f"{what} needs a folder, or a ProjectConfiguration with automatic_checkpoint_naming=True")
+    if accelerator.project_dir is None:
+        raise UsageError(f"{what}: automatic_checkpoint_naming needs the project_dir of the ProjectConfiguration")
+    return Path(accelerator.project_dir) / "checkpoints"
+
+
+def number_of(path: Path) -> int | None:
+    """The number of a checkpoint that accelerate has named; None for any other name."""
+    found = _NAME.match(path.name)
+    return None if found is None else int(found.group(1))
+
+
+def check_place(final: Path, is_named_here: bool) -> None:
+    """Raise unless `final` may be written, and its present content may be replaced."""
+    if not os.path.lexists(final):
+        return
+    if is_named_here:
+        raise CheckpointError(
+            f"{final} exists already: set accelerator.project_configuration.iteration to the number to start with"
+        )
+    if final.is_symlink() or not final.is_dir():
+        raise CheckpointError(f"{final} is not a folder: choose another name")
+    known = set[str]()
+    if (final / MANIFEST).is_file():
+        try:
+            known = {MANIFEST, *read_manifest(final).files}
+        except CheckpointError as error:
+            raise CheckpointError(f"{final} cannot be replaced: choose another name, or remove it ({error})") from error
+    foreign = sorted(path.name for path in final.iterdir() if path.name not in known)
+    if foreign:
+        raise CheckpointError(
+            f"{final} holds {foreign[0]!r}, which no checkpoint of hf_zero wrote, and saving replaces the whole folder: "
+            "choose another name, or remove it"
+        )
+
+
+def remove_old(newest: Path, limit: int) -> None:
+    """Remove the oldest checkpoints beside one that has just been committed.
+
+    Args:
+        newest: stays.
+        limit: how many stay, at least one.
+    """
+    parent = newest.parent
+    for path in parent.glob(".checkpoint_*.removed"):  # left by a process that ended here
+        disk.remove_tree(path)
+    ours = [
+        (n, path) for path in parent.iterdir() if (n := number_of(path)) is not None and (path / MANIFEST).is_file()
+    ]
+    removable = [path for _, path in sorted(ours) if path.name != newest.name]
+    for path in removable[: max(len(ours) - max(limit, 1), 0)]:
+        gone = parent / f".{path.name}.removed"
+        disk.rename(path, gone)  # in one step: half a checkpoint would be reported as damaged
+        disk.remove_tree(gone)
