@@ -64,6 +64,7 @@ def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str
         dataclasses.replace(_PLAN, rounds=0)
 
 
+@pytest.mark.slow
 def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
@@ -81,6 +82,7 @@ def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureF
     assert content["plan"]["steps"] == 2
 
 
+@pytest.mark.slow
 def test_every_exchange_is_measured_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "comm.json"
     assert main(["bench", "comm", "--sizes", "0.1,1", "--repeats", "1", "--json", str(file)]) == 0

@@ -253,8 +253,9 @@ def problems_of_loads(root: str, is_activated: bool) -> Problems:
     return problems
 
 
-@pytest.mark.parametrize("is_activated", [False, True])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "is_activated"), [(2, False), (2, True), (3, True), pytest.param(3, False, marks=pytest.mark.slow)]
+)
 def test_loaded_model_has_the_bits_of_the_unsharded_one(checkpoints: str, num_ranks: int, is_activated: bool) -> None:
     """Ranks with different seeds (under `Init`) get the fresh heads of rank 0."""
     assert run_ranks(problems_of_loads, num_ranks, checkpoints, is_activated) == [{}] * num_ranks
