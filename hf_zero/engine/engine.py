@@ -246,9 +246,7 @@ class ZeroEngine:
             entry.reset()
         self.gathering.drop()  # if the last forward had no backward, or failed on some ranks only
         self.gathering.flush_edits()
-        if not self.world.partitions:
-            for unit in self.units:
-                unit.refresh()
+        self.gathering.refresh()
         if isinstance(self.backward, PlainBackward):
             self.backward.watch()
         kind = "forward" if torch.is_grad_enabled() else "inference"
@@ -279,6 +277,7 @@ class ZeroEngine:
         if self._roots or torch_compat.in_backward():
             return
         self.gathering.reads.clear()
+        self.gathering.end_forward()
         if output is None:
             self.gathering.order.abandon()
         else:
@@ -293,6 +292,7 @@ class ZeroEngine:
         """Forget a forward that never came to its end."""
         self._roots.clear()
         self.gathering.reads.clear()
+        self.gathering.end_forward()
         self.gathering.order.abandon()
         for entry in self.backward.entries:
             entry.reset()

@@ -30,6 +30,7 @@ class Gathering:
         order: the record of gathers.
         reductions: the agreed order of reductions.
         kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
+        is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
         reads: (id(ZeroParameter), whether in the graph) -> what was read outside its call, in the running pass.
     """
@@ -41,6 +42,7 @@ class Gathering:
         self.reductions: list[int] = []
         self.kept_for_backward: set[int] = set()
         self.reads: dict[tuple[int, bool], Tensor] = {}
+        self.is_refreshed = world.partitions
         self.num_steps = 0
         self._world = world
         self._parameters = parameters
@@ -53,6 +55,9 @@ class Gathering:
     def acquire(self, call: Call) -> None:
         """Make the units of a call whole, and start to gather those that will be needed next."""
         self.begin_read()
+        if not self.is_refreshed and not torch_compat.in_backward():
+            for unit in call.units:
+                unit.refresh()
         for unit in call.units:
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
@@ -61,6 +66,17 @@ class Gathering:
             if not unit.keeps_whole:
                 self._prefetch(coming)
         call.hold()
+
+    def refresh(self) -> None:
+        """A forward of the model begins: cast plain parameters again, since nobody tells when users edit those."""
+        if not self._world.partitions:
+            for unit in self.units:
+                unit.refresh()
+            self.is_refreshed = True
+
+    def end_forward(self) -> None:
+        """The forward is over: parts that are called directly see to themselves."""
+        self.is_refreshed = self._world.partitions
 
     def begin_read(self) -> None:
         """Somebody is about to read whole tensors: what was edited by hand is gathered again first.
