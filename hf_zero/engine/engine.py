@@ -1,4 +1,4 @@
-"""The engine of one model: wires units, hooks, orders and reductions; the events of a training step arrive here."""
+"""The engine of one model: builds its units and hangs its hooks; sees its forwards, reads and edits."""
 
 from __future__ import annotations
 
