@@ -249,8 +249,9 @@ def problems_of_constructors(window_bytes: int, same_seeds: bool) -> Problems:
     return problems
 
 
-@pytest.mark.parametrize("same_seeds", [True, False])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "same_seeds"), [(2, True), (2, False), (3, False), pytest.param(3, True, marks=pytest.mark.slow)]
+)
 def test_constructed_model_has_the_bits_of_the_unsharded_one(num_ranks: int, same_seeds: bool) -> None:
     """With a window of one parameter where all ranks have the same seed, and the usual one where they have not."""
     window_bytes = 1 if same_seeds else WINDOW_BYTES
