@@ -56,7 +56,7 @@ class Axis:
         Raises:
             UsageError: this process is not one of them.
         """
-        chosen = tuple(sorted(ranks))  # as torch numbers them within a group
+        chosen = tuple(sorted(ranks))
         # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer.
         timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))
         group, gather_group = _new_group(chosen, timeout), _new_group(chosen, timeout)
@@ -92,7 +92,7 @@ def ranks_of(mesh: DeviceMesh | None) -> list[list[int]]:
     rows = rows if mesh.ndim == 2 else [rows]
     if not any(dist.get_rank() in row for row in rows):
         raise UsageError(f"rank {dist.get_rank()} is not in the mesh over ranks {rows}: only its ranks call this")
-    return [list(map(int, row)) for row in rows]
+    return [sorted(map(int, row)) for row in rows]  # as torch numbers them within a group
 
 
 class _Program:

@@ -91,7 +91,7 @@ class World:
         ledger, number = Ledger(), next(_numbers)
 
         def meet(choice: str, ranks: Sequence[int]) -> Collectives:
-            made = make_collectives(choice, sorted(ranks), device, config.timeout_s, ledger)
+            made = make_collectives(choice, ranks, device, config.timeout_s, ledger)
             made.staging_bytes = config.bucket_bytes
             return made
 

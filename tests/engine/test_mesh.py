@@ -134,6 +134,11 @@ def test_rows_stay_in_a_replica_and_sums_travel_between_them(stage: int) -> None
 
 
 @on_ranks(4)
+def test_ranks_of_a_mesh_may_stand_in_any_order() -> None:
+    Twins(3, mesh=DeviceMesh("cpu", [[0, 1], [3, 2]]), collectives="pairwise").step(2)
+
+
+@on_ranks(4)
 def test_a_mesh_of_two_axes_means_replicas() -> None:
     twins = Twins(3, mesh=init_device_mesh("cpu", (2, 2)))
     assert (twins.engine.world.num_ranks, twins.engine.world.num_shards) == (4, 2)
