@@ -84,6 +84,21 @@ class RowLayout:
         return min(start + chunk_rows, self.shape[0]) - start
 
 
+@dataclass(frozen=True)
+class OwnerLayout(RowLayout):
+    """A tensor of any shape that lies whole on one of `num_ranks` ranks, while the others hold none of it.
+
+    Attributes:
+        owner: the rank.
+    """
+
+    owner: int
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and last-plus-one element that `rank` holds."""
+        return (0, self.numel) if rank == self.owner else (0, 0)
+
+
 def place(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Lay out blocks of `sizes_bytes` one after another, each aligned to 64 bytes.
 

@@ -48,36 +48,6 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def let_adam_compute_on_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Let the lists with which a step of this one `Adam` or `AdamW` computes hold rows, where gradients lie as parameters do.
-
-    Parameters, gradients and states stay the `DTensor`s that they are, and a copy of the optimizer is an ordinary one.
-    """
-    if "_init_group" in vars(optimizer):
-        return
-    owner = weakref.ref(optimizer)
-
-    def rows_of_group(group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        adam = cast(torch.optim.Adam, owner())
-        has_complex = torch.optim.Adam._init_group(adam, group, *lists)  # type: ignore[no-untyped-call]
-        params, grads, *_ = lists
-        if not group["differentiable"] and all(map(_is_placed_like, grads, params)):
-            for tensors in lists:
-                tensors[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-        return bool(has_complex)
-
-    vars(optimizer)["_init_group"] = rows_of_group
-
-
-def _is_placed_like(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both are `DTensor`s whose ranks hold the same parts of them."""
-    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
-        return False
-    if tensor._spec is other._spec:
-        return True
-    return tensor.device_mesh == other.device_mesh and tensor.placements == other.placements
-
-
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:
     """Let the rows of `parameter` live in the memory of `local` (same shape and dtype)."""
     if isinstance(parameter, DTensor):

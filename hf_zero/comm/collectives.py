@@ -22,7 +22,7 @@ from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
 _LABEL_BYTES = 96
-_TAG_KINDS = ("gather", "reduce_scatter", "agreement")
+_TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all")
 _ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
@@ -187,6 +187,55 @@ class Collectives(ABC):
             work = self._start(description, partial(dist.all_reduce, tensor, group=self.group, async_op=True))
             parts.append(self._part(work))
         return Exchange(description, self.timeout_s, parts, entry, finish, keep=tensors)
+
+    def all_to_all(
+        self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], kind: str, unit: str
+    ) -> Exchange:
+        """Send tensors to each peer, and receive others from it.
+
+        Args:
+            sent: by peer, flat and contiguous; this rank's own entry is not looked at.
+            received: by peer, flat and contiguous, of the sizes and dtypes that the peer sends; may be read after `wait()`.
+            kind: of exchange, for the ledger and for errors.
+            unit: what travels, for the ledger and for errors.
+        """
+        description = self._describe(kind, unit)
+        outgoing = [self._packed(tensors, peer) for peer, tensors in enumerate(sent)]
+        incoming = [self._room_for(tensors, peer) for peer, tensors in enumerate(received)]
+        entry = self.ledger.add(kind, unit, sum(map(len, incoming)))
+        parts: list[Part] = []
+        if self.device.type != "cpu":
+            call = partial(dist.all_to_all, incoming, outgoing, group=self.group, async_op=True)
+            parts.append(self._part(self._start(description, call)))
+        else:  # gloo has not this collective for every type of tensor, and messages name the peer that is missing
+            (tag,) = self._tags("all_to_all", unit, 1)
+            peers = self._peers()
+            parts += [self._receive(description, incoming[p], p, tag) for p in peers if len(incoming[p])]
+            parts += [self._send(description, outgoing[p], p, tag) for p in peers if len(outgoing[p])]
+
+        def finish() -> None:
+            for tensors, message in zip(received, incoming, strict=True):
+                if len(tensors) > 1:
+                    parts_of = torch.split(message, [tensor.nbytes for tensor in tensors])
+                    for tensor, values in zip(tensors, parts_of, strict=True):
+                        tensor.view(torch.uint8).copy_(values)
+
+        return Exchange(description, self.timeout_s, parts, entry, finish, keep=(outgoing, incoming))
+
+    def _packed(self, tensors: Sequence[Tensor], peer: int) -> Tensor:
+        """The bytes of tensors in one; of a single one without a copy."""
+        if peer == self.rank or not tensors:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        flat = [tensor.view(torch.uint8) for tensor in tensors]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def _room_for(self, tensors: Sequence[Tensor], peer: int) -> Tensor:
+        """Room for what a peer has `_packed`: the memory of a single tensor itself."""
+        if peer == self.rank or not tensors:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        if len(tensors) == 1:
+            return tensors[0].view(torch.uint8)
+        return torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=self.device)
 
     def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
         """Copy `tensor` from rank `source` to all others, and wait for it."""

@@ -146,6 +146,9 @@ class ZeroConfig:
             (stage 3 only). This saves one gather, and takes the memory of all parameters.
         replicate: replicas of the model ("hybrid"): parameters are cut over the ranks of one replica only, so that rows never
             leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
+        optimizer_on: what optimizers step on: "rows" of each rank, which is right for elementwise ones alone; "whole"
+            parameters, each on the one rank that is its owner; "auto": rows for those known (or marked by
+            `mark_elementwise`) to be elementwise, and whole parameters for all others.
         expected_world_size: ranks that the run must have; None: any number.
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
 
@@ -167,6 +170,7 @@ class ZeroConfig:
     reduce_scatter: bool | Literal["to_owner"] = True
     reshard_after_forward: bool = True
     replicate: int = 1
+    optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
 
@@ -327,6 +331,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "reduce_scatter": values.reduce_scatter,
     "reshard_after_forward": values.boolean,
     "replicate": partial(values.count, minimum=1),
+    "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
 }

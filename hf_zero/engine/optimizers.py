@@ -1,8 +1,9 @@
-"""Optimizers beside the engine: they are rebound to partitioned parameters, Adam computes on rows, engines hear of steps."""
+"""Optimizers beside the engine: they are rebound to partitioned parameters, step on plain tensors, and engines hear of it."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -12,29 +13,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.engine.optimizer_kinds import is_elementwise, refuse_across_parameters
+from hf_zero.engine.owners import Owners
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.stepping import Step, Stepping
+from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError, UsageError
 
+logger = logging.getLogger(__name__)
+
+_STEPPING = "_zero_stepping"
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)  # not what is derived from them, whose steps may do anything
-
-
-# Their steps need more than each element for itself, or operations that torch has not for `DTensor`s.
-_NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "SparseAdam", "Rprop")
-
-
-def _refuse_whole_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
-    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _NOT_ELEMENTWISE), None)
-    if name is not None:
-        raise UsageError(
-            f"{name} cannot step on partitioned parameters: use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, RMSprop, "
-            "Lion, ...), or stage 0"
-        )
-
-
-def _step_on_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Let Adam and AdamW compute on rows, as they are elementwise: on `DTensor`s they take several times longer."""
-    if type(optimizer) in _ADAM:
-        torch_compat.let_adam_compute_on_rows(optimizer)
 
 
 def _choose_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -53,34 +42,42 @@ def _can_be_fused(param: Tensor) -> bool:
     return isinstance(param, DTensor) and param.is_floating_point() and param.device.type in ("cpu", "cuda")
 
 
-def _cut_loaded_states(optimizer: torch.optim.Optimizer) -> None:
-    """Let states that were loaded whole, as a plain run saves them, be this rank's rows; checked once for every load."""
+def _cut_loaded_states(optimizer: torch.optim.Optimizer, stepping: Stepping) -> None:
+    """Let states that were loaded whole, as a plain run saves them, be this rank's; checked once for every load."""
     if vars(optimizer).get("_zero_checked_state") is optimizer.state:
         return
     for index, param in enumerate(_params_of(optimizer)):
         owner = next((engine for engine in live_engines() if engine.find(param) is not None), None)
         known = None if owner is None else owner.find(param)
-        if known is None or not isinstance(param, DTensor) or param not in optimizer.state:
+        if known is None or owner is None or not isinstance(param, DTensor) or param not in optimizer.state:
             continue
-        for key, value in optimizer.state[param].items():
-            if not isinstance(value, Tensor):
-                continue
-            if isinstance(value, DTensor):
-                if value.shape == param.shape and value.placements != param.placements:
-                    optimizer.state[param][key] = value.redistribute(param.device_mesh, param.placements)
-            elif value.shape == param.shape:
-                optimizer.state[param][key] = _cut_state(value, param, known)
-            elif value.ndim == param.ndim and value.shape[1:] == param.shape[1:] and value.ndim:
-                raise PartitionError(
-                    f"the optimizer's state {key!r} of {known.name!r} (its parameter {index}) has the shape "
-                    f"{tuple(value.shape)}, but the parameter is {tuple(param.shape)}: load a whole state of this "
-                    "model, as a plain run saves it"
-                )
+        owners = None if stepping.owners is None or not known.is_sharded else stepping.owners[owner.world]
+        state = optimizer.state[param]
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                _check_state(value, known, f"state {key!r} of {known.name!r} (its parameter {index})")
+                state[key] = _cut_state(value, param, known) if owners is None else _whole(value)
+        if owners is not None and not owners.owns(param):
+            del optimizer.state[param]
     vars(optimizer)["_zero_checked_state"] = optimizer.state
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check_state(value: Tensor, known: ZeroParameter, what: str) -> None:
+    shape = known.param.shape
+    if value.shape != shape and value.ndim == len(shape) and value.shape[1:] == shape[1:] and value.ndim:
+        raise PartitionError(
+            f"the optimizer's {what} has the shape {tuple(value.shape)}, but the parameter is {tuple(shape)}: load a whole "
+            "state of this model, as a plain run saves it"
+        )
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     params = _params_of(optimizer)
+    held = []
     for engine in live_engines():
         name = next(filter(None, map(engine.replaced_name, params)), None)
         if name is not None:
@@ -89,17 +86,85 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 "make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
             )
         if any(map(engine.find, params)):
-            if engine.world.partitions:
-                _refuse_whole_matrix_optimizers(optimizer)
-                _cut_loaded_states(optimizer)
-                _choose_fused(optimizer)
-                _step_on_rows(optimizer)
+            held.append(engine)
+
+    def before_change() -> None:
+        for engine in held:
             engine.before_step(optimizer)
+
+    def after_change() -> None:
+        for engine in held:
+            engine.on_rows_changed(p for p in map(engine.find, params) if p is not None)
+
+    stepping = stepping_of(optimizer)
+    if stepping is not None:
+        _cut_loaded_states(optimizer, stepping)
+        if stepping.owners is None:
+            _choose_fused(optimizer)
+    before_change()
+    if stepping is None:
+        return None
+    has_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+    step = Step(optimizer, stepping, _worlds_of(optimizer), before_change, after_change, has_closure)
+    stepping.under_way = step
+    given = [step.closure(arg) if callable(arg) else arg for arg in args[1:]]
+    named = {key: step.closure(value) if key == "closure" and value else value for key, value in kwargs.items()}
+    return (step.stand_in, *given), named
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    stepping = vars(optimizer).get(_STEPPING)
+    if isinstance(stepping, Stepping) and stepping.under_way is not None:
+        step, stepping.under_way = stepping.under_way, None
+        step.finish()
     for engine in live_engines():
         engine.on_step(_params_of(optimizer))
+
+
+def _worlds_of(optimizer: torch.optim.Optimizer) -> dict[int, World]:
+    """The ranks over which each partitioned parameter of an optimizer is cut, by the parameter's id."""
+    engines = [engine for engine in live_engines() if engine.world.partitions]
+    params = [param for param in _params_of(optimizer) if isinstance(param, DTensor)]
+    return {id(param): engine.world for engine in engines for param in params if engine.find(param) is not None}
+
+
+def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping | None:
+    """How an optimizer steps: on rows, or on whole parameters by their owners; None: it holds nothing partitioned.
+
+    Raises:
+        UsageError: it can do neither; on all ranks.
+    """
+    worlds = _worlds_of(optimizer)
+    if not worlds:
+        return None
+    stepping = vars(optimizer).get(_STEPPING)
+    if not isinstance(stepping, Stepping):
+        refuse_across_parameters(optimizer)
+        wanted = {world.config.optimizer_on for world in worlds.values()}
+        if len(wanted) > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds parameters of models that were partitioned with different optimizer_on: "
+                f"{sorted(wanted)}; use one of them, or an optimizer for each model"
+            )
+        on_rows = wanted == {"rows"} or (wanted != {"whole"} and is_elementwise(optimizer))
+        vars(optimizer)[_STEPPING] = stepping = Stepping(None if on_rows else {})
+        if not on_rows:
+            if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may not have called torch's __init__
+                optimizer.register_state_dict_pre_hook(_refuse_part_of_state)
+            logger.info("%s steps on whole parameters, each on one rank (optimizer_on)", type(optimizer).__name__)
+    if stepping.owners is not None:
+        for world in dict.fromkeys(worlds.values()):
+            cut = [p for p in _params_of(optimizer) if worlds.get(id(p)) is world and world.layout_of(p).num_ranks > 1]
+            stepping.owners.setdefault(world, Owners(world)).spread(cut)
+    return stepping
+
+
+def _refuse_part_of_state(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.state:
+        raise UsageError(
+            f"the state of {type(optimizer).__name__} lies with the owners of its parameters, so state_dict() would be this "
+            "rank's part only: save it with the Trainer's checkpoints or accelerator.save_state"
+        )
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -115,12 +180,16 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> No
     """
     for group in optimizer.param_groups:
         group["params"] = [_current(param, engine) for param in group["params"]]
+    stepping = stepping_of(optimizer)
+    on_rows = stepping is None or stepping.owners is None
     for old in [param for param in optimizer.state if _current(param, engine) is not param]:
         new = _current(old, engine)
         known = engine.find(new)
         assert known is not None
         state = optimizer.state.pop(old)
-        optimizer.state[new] = {key: _cut_state(value, old, known) for key, value in state.items()}
+        # Owners keep whole states; the others drop theirs at the first step.
+        optimizer.state[new] = {k: _cut_state(value, old, known) for k, value in state.items()} if on_rows else state
+    vars(optimizer).pop("_zero_checked_state", None)
 
 
 def _current(param: Tensor, engine: ZeroEngine) -> Any:
@@ -134,6 +203,8 @@ def _cut_state(value: Any, old: Tensor, known: ZeroParameter) -> Any:
     """This rank's rows of a state that has its parameter's shape; everything else as it is."""
     if not isinstance(value, Tensor) or value.shape != old.shape or not isinstance(known.param, DTensor):
         return value
+    if isinstance(value, DTensor):
+        return value.redistribute(known.param.device_mesh, known.param.placements)
     rows = known.layout.rows_of(value, known.rank).clone()
     return torch_compat.wrap_like(rows, known.param)
 

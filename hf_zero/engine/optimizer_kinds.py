@@ -1,0 +1,172 @@
+"""Which optimizers may compute on rows alone, which need whole parameters, and which need all parameters at once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import warnings
+import weakref
+from collections import defaultdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
+
+# Classes whose `step` computes each element from that element of the gradient and of the state, and from numbers that
+# are the same for all parameters. All of them are run beside one process by the tests.
+_ELEMENTWISE = {
+    *(
+        f"torch.optim.{name.lower()}.{name}"
+        for name in (
+            "Adadelta",
+            "Adagrad",
+            "Adam",
+            "AdamW",
+            "Adamax",
+            "ASGD",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "Rprop",
+            "SGD",
+        )
+    ),
+    "lion_pytorch.lion_pytorch.Lion",
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree",
+    "schedulefree.radam_schedulefree.RAdamScheduleFree",
+    "schedulefree.sgd_schedulefree.SGDScheduleFree",
+}
+_marked: weakref.WeakSet[type] = weakref.WeakSet()
+
+# Optimizers that cannot be run on a part of the parameters, and what they do.
+_LOOKS_ACROSS = {
+    "LBFGS": "builds one search direction from all parameters",
+    "Lomo": "changes each parameter while the backward runs, with this rank's own gradient",
+    "AdaLomo": "changes each parameter while the backward runs, with this rank's own gradient",
+}
+_PROBE_STEPS = 16
+
+
+def mark_elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
+    """Let optimizers of a class step on each rank's rows alone, which costs no exchange; also a class decorator.
+
+    Args:
+        optimizer_class: computes every element of a parameter only from that element of the gradient and of its states
+            (which have the parameter's shape), and from numbers that are the same for all parameters. Norms, means,
+            factorisations and indices are not elementwise.
+
+    Returns:
+        The class.
+    """
+    _marked.add(optimizer_class)
+    return optimizer_class
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's class is known, or marked, to compute each element for itself; so are those it wraps."""
+    kind = type(optimizer)
+    if not all(map(is_elementwise, wrapped_optimizers(optimizer))):
+        return False
+    for base in kind.__mro__:
+        if base in _marked or f"{base.__module__}.{base.__qualname__}" in _ELEMENTWISE:
+            return True
+        if _computes(base):
+            return False
+    return False
+
+
+def _computes(kind: type) -> bool:
+    """Whether a class has methods of its own that a step may run; torch gives every class its wrapped `step`."""
+    for name, value in vars(kind).items():
+        if not inspect.isfunction(value) or (name.startswith("__") and name.endswith("__")):
+            continue
+        if inspect.unwrap(value).__qualname__.startswith(f"{kind.__qualname__}."):
+            return True
+    return False
+
+
+def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that are attributes of this one."""
+    return [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+
+
+def refuse_across_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if what an optimizer does to one parameter depends on the others, which other ranks hold.
+
+    Raises:
+        UsageError: on all ranks, before anything has changed.
+    """
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _LOOKS_ACROSS), None)
+    why = _LOOKS_ACROSS[name] if name is not None else None
+    if why is None and not is_elementwise(optimizer) and depends_on_others(optimizer):
+        why = "steps on one parameter differently when another has another gradient (a norm or step size over all of them)"
+    if why is not None:
+        raise UsageError(
+            f"{type(optimizer).__name__} {why}, but a rank steps on its part of the parameters only: use an optimizer that "
+            "sees to each parameter by itself (AdamW, Muon, Adafactor, ...), or stage 0"
+        )
+
+
+def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step on one parameter depends on the gradient of another; tried on two tiny ones.
+
+    An optimizer that cannot be tried (it fails on tiny parameters) counts as one that does not.
+    """
+    if wrapped_optimizers(optimizer):
+        return False
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for group in optimizer.param_groups:
+            if group["params"]:
+                like: Tensor = group["params"][0]
+                first, second = (_try(optimizer, group, like, scale) for scale in (1.0, 3.0))
+                # Some rounding differs with how memory is aligned.
+                if not torch.allclose(first, second, rtol=0.0, atol=1e-4 * float(first.abs().max()), equal_nan=True):
+                    return True
+    return False
+
+
+def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor, scale: float) -> Tensor:
+    """Step on two tiny parameters, of which the other's values and gradients are scaled; returns how the first has moved."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    shape = (8,) * like.ndim
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+    one, other = nn.Parameter(draw()), nn.Parameter(draw() * scale)
+    start = one.detach().clone()
+    slopes = draw(), draw() * scale  # with some noise: step sizes that are estimated grow only where gradients agree
+    tried = object.__new__(type(optimizer))
+    ours = {key: value for key, value in vars(optimizer).items() if not key.startswith("_zero_")}
+    vars(tried).update({k: copy.deepcopy(v) if _is_own(v) else v for k, v in ours.items()})
+    tried.state = defaultdict(dict)
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    tried.param_groups = [{**options, "params": [one, other]}]
+    for _ in range(_PROBE_STEPS):
+        one.grad, other.grad = (slope + 0.1 * draw() for slope in slopes)
+        step_of(tried)(tried)
+    return one.detach() - start
+
+
+def _is_own(value: object) -> bool:
+    """Whether a step may write into this attribute; parameters, models and hooks are not copied."""
+    if isinstance(value, list | dict | set):
+        values = value.values() if isinstance(value, dict) else value
+        return all(isinstance(entry, int | float | str | bool | None) for entry in values)
+    return isinstance(value, Tensor) and value.numel() <= 1
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Any:
+    """The `step` of an optimizer's class as its author wrote it, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
