@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_zero.engine.engine import engine_of as engine_of
     from hf_zero.engine.forward_method import register_forward_method as register_forward_method
     from hf_zero.engine.gathered_parameters import GatheredParameters as GatheredParameters
+    from hf_zero.engine.optimizer_kinds import mark_elementwise as mark_elementwise
     from hf_zero.errors import CollectiveError as CollectiveError
     from hf_zero.errors import ConfigError as ConfigError
     from hf_zero.errors import PartitionError as PartitionError
@@ -35,6 +36,7 @@ _HOME = {
     "CollectiveError": "hf_zero.errors",
     "ConfigError": "hf_zero.errors",
     "GatheredParameters": "hf_zero.engine.gathered_parameters",
+    "mark_elementwise": "hf_zero.engine.optimizer_kinds",
     "Init": "hf_zero.sharding.init",
     "PartitionError": "hf_zero.errors",
     "UsageError": "hf_zero.errors",

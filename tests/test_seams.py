@@ -56,8 +56,10 @@ class Seam:
 
 TORCH = [
     Seam(DTensor, "__new__", "", "wrap_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
-    Seam(torch.optim.Adam, "_init_group", "params_with_grad.append(p)", "Adam steps on rows: it fills the lists"),
-    Seam(torch.optim.Adam, "step", "self._init_group(group, params_with_grad, grads,", "Adam steps on rows"),
+    Seam(torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"),
+    Seam(torch.optim.Optimizer, "profile_hook_step", "post_hook(self, args, kwargs)", "the optimizer itself comes back"),
+    Seam(torch.optim.Optimizer, "_patch_step_function", "step.hooked = True", "step_of: the step without torch's hooks"),
+    Seam(torch.optim.Optimizer, "register_state_dict_pre_hook", "_optimizer_state_dict_pre_hooks", "no part of a state"),
     Seam(
         torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"
     ),

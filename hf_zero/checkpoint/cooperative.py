@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from hf_zero import torch_compat
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import WRITING_S
@@ -19,7 +21,7 @@ from hf_zero.checkpoint.pieces import Piece
 from hf_zero.checkpoint.tensor_file import Extent, Source, TensorFile, TensorInfo, read_layout, read_rows, write_rows
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
-from hf_zero.layout import RowLayout
+from hf_zero.layout import OwnerLayout, RowLayout
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,12 @@ def _write_streamed(
 def _gather(source: Source, name: str, world: World) -> Source:
     if source.layout.num_ranks == 1:
         return source
+    if isinstance(source.layout, OwnerLayout):
+        has_it = world.shard_rank == source.layout.owner
+        room = torch.empty(source.layout.shape, dtype=source.rows.dtype, device=world.device)
+        values = source.rows.contiguous() if has_it else room
+        world.collectives.broadcast(values, source.layout.owner, name)
+        return Source(values, RowLayout(source.layout.shape, 1))
     whole = world.gather_whole(torch_compat.local_of(source.rows), source.layout, name)
     return Source(whole, RowLayout(source.layout.shape, 1))
 

@@ -1,12 +1,16 @@
 """An optimizer's state as whole tensors by parameter name (`<parameter>.<state>`), with numbers and groups in JSON.
 
-Torch's own form is numbered by position and holds one rank's rows; this form does not depend on ranks.
+Torch's own form is numbered by position and holds one rank's rows; this form does not depend on ranks. Where an optimizer
+steps on whole parameters, each rank writes the states of those that it owns; tensors of any shape, in lists and mappings too,
+then stand in the same file, and the JSON says where they belong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,12 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.checkpoint.model_plan import Plan, source_of
 from hf_zero.checkpoint.pieces import identity
+from hf_zero.checkpoint.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
+from hf_zero.engine.optimizers import owned_by
+from hf_zero.engine.owners import Owners
 from hf_zero.errors import CheckpointError
-
-SCALAR = "scalar"
+from hf_zero.layout import OwnerLayout, RowLayout
 
 
 def state_files(prefix: str) -> tuple[str, str]:
@@ -64,65 +70,105 @@ def capture(
     """
     by_name = dict(model.named_parameters())
     groups = _named_groups(optimizer, model)
-    sources: dict[str, Source] = {}
-    infos = []
-    numbers: dict[str, dict[str, Any]] = {}
-    for name in (name for group in groups for name in group):
-        param = by_name[name]
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, Tensor) and value.ndim and value.shape == param.shape:
-                full = f"{name}.{key}"
-                sources[full] = source_of(value)
-                infos.append(TensorInfo(full, value.dtype, tuple(value.shape)))
-            else:
-                numbers.setdefault(name, {})[key] = _to_json(value, f"{name}.{key}")
+    owned = owned_by(_inner(optimizer))
+    found = _Found()
+    world = next((owners.world for owners in owned.values()), None)
+    with contextlib.nullcontext() if world is None else world.together("saving optimizers", CheckpointError):
+        for name in (name for group in groups for name in group):
+            param = by_name[name]
+            found.add(name, param, optimizer.state.get(param, {}), owned.get(id(param)))
+    if world is not None:
+        found.merge(world.share(world.collect(found.owned(), "states of optimizers"), "states of optimizers"))
     options = [
-        {key: _to_json(value, f"{key} of group {number}") for key, value in group.items() if key != "params"}
+        {key: to_json(value, f"{key} of group {number}") for key, value in group.items() if key != "params"}
         for number, group in enumerate(optimizer.param_groups)
     ]
     content = {
         "optimizer": type(_inner(optimizer)).__name__,
         "groups": [{"params": names, "options": o} for names, o in zip(groups, options, strict=True)],
-        "numbers": numbers,
+        "numbers": found.numbers,
     }
-    plan = Plan((layout_file(state_files(prefix)[0], infos, {"format": "pt"}),), _whole(infos))
-    return plan, sources, content
+    plan = Plan(
+        (layout_file(state_files(prefix)[0], list(found.infos.values()), {"format": "pt"}),), _whole(found.infos)
+    )
+    return plan, found.sources, content
+
+
+@dataclass
+class _Found:
+    """What the states of an optimizer consist of.
+
+    Attributes:
+        sources: this rank's part of the tensors, by their names in the file.
+        infos: the tensors, by the same names.
+        numbers: everything else, in JSON, by parameter and state.
+        names: of the parameters whose states this rank alone has.
+    """
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    infos: dict[str, TensorInfo] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+    def add(self, name: str, param: Tensor, state: Mapping[str, Any], owners: Owners | None) -> None:
+        """The state of one parameter, of which every rank has its rows or the whole, or only the owner the whole."""
+        if owners is not None and not owners.owns(param):
+            return  # the owner tells
+
+        def keep(value: Tensor, full: str) -> str:
+            shape = tuple(value.shape)
+            layout = RowLayout(shape, 1) if owners is None else owners.layout_of(param, shape)
+            self._keep(full, value, Source(value.detach(), layout))
+            return full
+
+        is_cut = owners is None and _is_cut(param)
+
+        for key, value in state.items():
+            full = f"{name}.{key}"
+            if isinstance(value, Tensor) and value.ndim and value.shape == param.shape:
+                if owners is None:
+                    self._keep(full, value, source_of(value))
+                else:
+                    keep(value, full)
+            else:
+                self.numbers.setdefault(name, {})[key] = to_json(value, full, None if is_cut else keep)
+        if owners is not None:
+            self.names.append(name)
+
+    def _keep(self, full: str, value: Tensor, source: Source) -> None:
+        self.sources[full] = source
+        self.infos[full] = TensorInfo(full, value.dtype, tuple(value.shape))
+
+    def owned(self) -> tuple[dict[str, tuple[TensorInfo, RowLayout]], dict[str, dict[str, Any]]]:
+        """What this rank alone has: its tensors and how they lie, and its numbers."""
+        layouts = {full: source.layout for full, source in self.sources.items()}
+        tensors: dict[str, tuple[TensorInfo, RowLayout]]
+        tensors = {full: (self.infos[full], at) for full, at in layouts.items() if isinstance(at, OwnerLayout)}
+        numbers = {name: self.numbers[name] for name in self.names if name in self.numbers}
+        return tensors, numbers
+
+    def merge(
+        self, everything: list[tuple[dict[str, tuple[TensorInfo, RowLayout]], dict[str, dict[str, Any]]]]
+    ) -> None:
+        """Take over what every rank has said by `owned`, so that all ranks lay out the same file."""
+        for tensors, numbers in everything:
+            self.numbers.update(numbers)
+            for full, (info, layout) in tensors.items():
+                if full not in self.sources:
+                    self.infos[full] = info
+                    self.sources[full] = Source(torch.empty(0, dtype=info.dtype), layout)
+
+
+def _is_cut(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and source_of(param).layout.num_ranks > 1
 
 
 def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _whole(infos: list[TensorInfo]) -> dict[str, Any]:
-    return {info.name: (identity(info.name, info.shape),) for info in infos}
-
-
-def _to_json(value: Any, what: str) -> Any:
-    """Numbers, tuples and tensors of one number keep their types; floats are written with all their digits."""
-    if isinstance(value, Tensor):
-        if value.ndim:
-            raise CheckpointError(
-                f"{what} has shape {tuple(value.shape)}, which is not its parameter's: cannot save it"
-            )
-        whole = torch_compat.local_of(value)
-        return {SCALAR: whole.item(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, tuple):
-        return {"tuple": [_to_json(entry, what) for entry in value]}
-    if isinstance(value, list):
-        return [_to_json(entry, what) for entry in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise CheckpointError(f"{what} is a {type(value).__name__}, which has no safe form in a file")
-
-
-def _from_json(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict) and SCALAR in value:
-        return torch.tensor(value[SCALAR], dtype=getattr(torch, value["dtype"]), device=device)
-    if isinstance(value, dict):
-        return tuple(_from_json(entry, device) for entry in value["tuple"])
-    if isinstance(value, list):
-        return [_from_json(entry, device) for entry in value]
-    return value
+def _whole(infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {name: (identity(name, info.shape),) for name, info in infos.items()}
 
 
 class LoadedState:
@@ -170,44 +216,85 @@ class LoadedState:
                 raise CheckpointError(
                     f"{path}: group {number} holds other parameters than this optimizer's: {other[0]}"
                 )
+        known: dict[str, Tensor] = {tensor.name: torch.empty(0) for tensor in self.file.tensors}
         for values in (*(group["options"] for group in self._content["groups"]), *self._content["numbers"].values()):
             for value in values.values():
-                _from_json(value, torch.device("cpu"))
+                from_json(value, torch.device("cpu"), known, type(_inner(self._optimizer)))
+        self._elsewhere = set(tensors_of(self._content["numbers"]))
+        owned, by_name = owned_by(_inner(self._optimizer)), dict(self._model.named_parameters())
+        for name, values in self._content["numbers"].items():
+            if name not in by_name or (
+                tensors_of(values) and id(by_name[name]) not in owned and _is_cut(by_name[name])
+            ):
+                raise CheckpointError(
+                    f"{path}: the state of {name!r} was made on the whole parameter, but this optimizer steps on rows: resume "
+                    "with optimizer_on: whole"
+                )
         shapes = {name: tuple(param.shape) for name, param in self._model.named_parameters()}
         for tensor in self.file.tensors:
             name = tensor.name.rpartition(".")[0]
-            if shapes.get(name) != tensor.shape:
+            if tensor.name not in self._elsewhere and shapes.get(name) != tensor.shape:
                 raise CheckpointError(
                     f"{self._folder / self.file.name}: {tensor.name!r} has shape {tensor.shape}, its parameter "
                     f"{shapes.get(name, 'is not in this model')}"
                 )
 
     def install(self) -> tuple[Plan, dict[str, Source]]:
-        """Give the optimizer its numbers and empty states; the caller reads this rank's rows into what is returned."""
+        """Give the optimizer its numbers and empty states; the caller reads this rank's part into what is returned."""
         by_name = dict(self._model.named_parameters())
         optimizer = _inner(self._optimizer)
+        owned = owned_by(optimizer)
         optimizer.state.clear()
+        sources: dict[str, Source] = {}
+        infos = {tensor.name: tensor for tensor in self.file.tensors}
         for group, saved in zip(optimizer.param_groups, self._content["groups"], strict=True):
             on_device = bool(group.get("fused") or group.get("capturable"))
             for key, value in saved["options"].items():
-                group[key] = _from_json(value, torch.device("cpu"))
+                group[key] = from_json(value, torch.device("cpu"), {}, type(optimizer))
             for name in saved["params"]:
-                self._install_numbers(optimizer, by_name[name], self._content["numbers"].get(name, {}), on_device)
-        sources: dict[str, Source] = {}
-        for tensor in self.file.tensors:
-            name, _, key = tensor.name.rpartition(".")
+                param, numbers = by_name[name], self._content["numbers"].get(name, {})
+                owners = owned.get(id(param))
+                made: dict[str, Tensor] = {}
+                for full in tensors_of(numbers):
+                    made[full] = self._room(infos[full], param, owners, sources)
+                if owners is None or owners.owns(param):
+                    self._install_numbers(optimizer, param, numbers, on_device, made)
+        for full in sorted(infos.keys() - self._elsewhere):
+            name, _, key = full.rpartition(".")
             param = by_name[name]
-            layout = source_of(param).layout
-            rows = torch.empty_like(torch_compat.local_of(param), dtype=tensor.dtype)
-            optimizer.state[param][key] = torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
-            sources[tensor.name] = Source(rows, layout)
-        return Plan((self.file,), _whole(list(self.file.tensors))), sources
+            owners = owned.get(id(param))
+            rows = self._room(infos[full], param, owners, sources)
+            if owners is None:
+                optimizer.state[param][key] = (
+                    torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
+                )
+            elif owners.owns(param):
+                optimizer.state[param][key] = rows
+        return Plan((self.file,), _whole(infos)), sources
 
     @staticmethod
-    def _install_numbers(optimizer: Any, param: Tensor, numbers: Mapping[str, Any], on_device: bool) -> None:
+    def _room(info: TensorInfo, param: Tensor, owners: Owners | None, sources: dict[str, Source]) -> Tensor:
+        """Memory for this rank's part of a tensor in the file."""
+        if owners is None and info.shape == tuple(param.shape):
+            layout = source_of(param).layout
+            rows = torch.empty_like(torch_compat.local_of(param), dtype=info.dtype)
+        elif owners is None:
+            layout, rows = RowLayout(info.shape, 1), torch.empty(info.shape, dtype=info.dtype, device=param.device)
+        else:
+            layout = owners.layout_of(param, info.shape)
+            rows = torch.empty(info.shape if owners.owns(param) else 0, dtype=info.dtype, device=param.device)
+        sources[info.name] = Source(rows, layout)
+        return rows
+
+    @staticmethod
+    def _install_numbers(
+        optimizer: Any, param: Tensor, numbers: Mapping[str, Any], on_device: bool, tensors: Mapping[str, Tensor]
+    ) -> None:
         for key, value in numbers.items():
             is_counter = key == "step" and not on_device  # torch then keeps it on the CPU
-            made = _from_json(value, torch.device("cpu") if is_counter else param.device)
-            if isinstance(made, Tensor) and not is_counter and isinstance(param, DTensor) and key != "step":
-                made = torch_compat.wrap_like(made, param)  # a scalar parameter's moment
+            device = torch.device("cpu") if is_counter else param.device
+            made = from_json(value, device, tensors, type(optimizer))
+            is_moment = isinstance(made, Tensor) and not made.ndim and not is_counter and key != "step"
+            if is_moment and isinstance(param, DTensor) and not param.ndim:
+                made = torch_compat.wrap_like(made, param)  # of a scalar parameter
             optimizer.state[param][key] = made

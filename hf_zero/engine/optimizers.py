@@ -159,6 +159,20 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping | None:
     return stepping
 
 
+def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, Owners]:
+    """Who sees to the owners of an optimizer's parameters, by their ids; empty where every rank steps on its rows.
+
+    States are made to lie so, if they were loaded otherwise; called by all ranks together.
+    """
+    stepping = stepping_of(optimizer)
+    if stepping is None or stepping.owners is None:
+        return {}
+    _cut_loaded_states(optimizer, stepping)
+    worlds = _worlds_of(optimizer)
+    params = [param for param in _params_of(optimizer) if id(param) in worlds]
+    return {id(p): stepping.owners[worlds[id(p)]] for p in params if worlds[id(p)].layout_of(p).num_ranks > 1}
+
+
 def _refuse_part_of_state(optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         raise UsageError(

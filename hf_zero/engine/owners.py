@@ -51,13 +51,13 @@ class Owners:
     def __init__(self, world: World) -> None:
         self.world = world
         self._owner_of: dict[int, int] = {}
-        self._loads = [0.0] * world.num_shards
+        self._loads = [0] * world.num_shards
 
     def __deepcopy__(self, memo: dict[int, object]) -> Owners:
         return Owners(self.world)  # a copied optimizer has parameters of its own
 
     def spread(self, params: Sequence[Tensor]) -> None:
-        """Choose owners for parameters that have none, the costliest first, so that no rank has much more to do."""
+        """Choose owners for parameters that have none, so that none has much more than others."""
         new = [param for param in params if id(param) not in self._owner_of]
         for param, owner in zip(new, spread([tuple(param.shape) for param in new], self._loads), strict=True):
             self._owner_of[id(param)] = owner
@@ -144,26 +144,19 @@ def _parcels(items: Sequence[_Item]) -> Iterator[list[_Item]]:
         yield parcel
 
 
-def spread(shapes: Sequence[tuple[int, ...]], loads: list[float]) -> list[int]:
-    """Owners for parameters of these shapes: the costliest first, each to the rank that has least to do so far.
-
-    The cost of a matrix is its number of elements times its smaller side, as orthogonalisations and factorisations have it.
+def spread(shapes: Sequence[tuple[int, ...]], loads: list[int]) -> list[int]:
+    """Owners for parameters of these shapes: the largest first, each to the rank that has the fewest elements so far.
 
     Args:
-        shapes: of the parameters; dims after the first count as one.
-        loads: of each rank so far; written.
+        shapes: of the parameters.
+        loads: elements of each rank so far; written.
 
     Returns:
         The owners' ranks.
     """
-    costs = [_cost(shape) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     owners = [0] * len(shapes)
-    for index in sorted(range(len(shapes)), key=lambda i: -costs[i]):
+    for index in sorted(range(len(shapes)), key=lambda i: -sizes[i]):
         owners[index] = min(range(len(loads)), key=loads.__getitem__)
-        loads[owners[index]] += costs[index]
+        loads[owners[index]] += sizes[index]
     return owners
-
-
-def _cost(shape: tuple[int, ...]) -> float:
-    numel = math.prod(shape)
-    return numel * min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else numel

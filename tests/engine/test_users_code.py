@@ -326,16 +326,6 @@ def test_whole_states_of_a_plain_adam_are_cut_when_they_are_loaded(stage: int) -
         optimizers[0].step()
 
 
-@_SHARDED
-@on_ranks(2)
-def test_optimizers_that_need_whole_matrices_are_refused_by_name(stage: int) -> None:
-    twins = Twins(stage)
-    twins.loss(twins.model, twins.own()).backward()
-    for make in (torch.optim.Adafactor, torch.optim.Rprop):
-        with pytest.raises(zero.UsageError, match=f"{make.__name__} cannot step"):
-            make(twins.model.parameters(), lr=0.1).step()
-
-
 # ---- reads -----------------------------------------------------------------------------------------------------------
 
 
