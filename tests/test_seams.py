@@ -56,10 +56,18 @@ class Seam:
 
 TORCH = [
     Seam(DTensor, "__new__", "", "wrap_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
-    Seam(torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"),
-    Seam(torch.optim.Optimizer, "profile_hook_step", "post_hook(self, args, kwargs)", "the optimizer itself comes back"),
-    Seam(torch.optim.Optimizer, "_patch_step_function", "step.hooked = True", "step_of: the step without torch's hooks"),
-    Seam(torch.optim.Optimizer, "register_state_dict_pre_hook", "_optimizer_state_dict_pre_hooks", "no part of a state"),
+    Seam(
+        torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"
+    ),
+    Seam(
+        torch.optim.Optimizer, "profile_hook_step", "post_hook(self, args, kwargs)", "the optimizer itself comes back"
+    ),
+    Seam(
+        torch.optim.Optimizer, "_patch_step_function", "step.hooked = True", "step_of: the step without torch's hooks"
+    ),
+    Seam(
+        torch.optim.Optimizer, "register_state_dict_pre_hook", "_optimizer_state_dict_pre_hooks", "no part of a state"
+    ),
     Seam(
         torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"
     ),

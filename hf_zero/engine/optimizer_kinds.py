@@ -49,8 +49,6 @@ _marked: weakref.WeakSet[type] = weakref.WeakSet()
 # Optimizers that cannot be run on a part of the parameters, and what they do.
 _LOOKS_ACROSS = {
     "LBFGS": "builds one search direction from all parameters",
-    "Lomo": "changes each parameter while the backward runs, with this rank's own gradient",
-    "AdaLomo": "changes each parameter while the backward runs, with this rank's own gradient",
 }
 _PROBE_STEPS = 16
 

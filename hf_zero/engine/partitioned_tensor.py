@@ -266,14 +266,27 @@ def take_hooks_along(old: nn.Parameter, new: nn.Parameter) -> None:
     for name, known in (("_zero_hooks", "_backward_hooks"), ("_zero_post_hooks", "_post_accumulate_grad_hooks")):
         hooks = getattr(old, known, None)
         if hooks:
+            for hook in hooks.values():
+                _refuse_fused_step(hook)
             setattr(new, name, hooks)
 
 
 def _register(tensor: Tensor, name: str, hook: Any) -> RemovableHandle:
+    _refuse_fused_step(hook)
     hooks = vars(tensor).setdefault(name, OrderedDict())
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _refuse_fused_step(hook: Any) -> None:
+    """LOMO changes parameters in gradient hooks, where a rank has only its own gradient, and never takes a step."""
+    name = getattr(hook, "__qualname__", "")
+    if name.startswith(("Lomo.", "AdaLomo.")):
+        raise UsageError(
+            f"{name.partition('.')[0]} changes parameters while the backward runs, when gradients are not reduced yet: use "
+            "another optimizer (AdamW, Adafactor, ...), or stage 0"
+        )
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:

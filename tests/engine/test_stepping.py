@@ -311,6 +311,36 @@ def test_an_optimizer_that_looks_across_parameters_is_an_error(kind: str, why: s
         assert "stage 0" in failure.message
 
 
+class Lomo:
+    """As lomo_optim: hooks that change parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        for param in model.parameters():
+            param.register_hook(self.hook())  # type: ignore[no-untyped-call]
+
+    def hook(self) -> Callable[[Tensor], Tensor]:
+        def func(gradient: Tensor) -> Tensor:
+            return gradient
+
+        return func
+
+
+def lomo_before_or_after(is_first: bool) -> None:
+    model = Net()
+    if is_first:
+        Lomo(model)
+    zero.shard_model(model, {"stage": 2, "collectives": "pairwise"})
+    Lomo(model)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_fused_into_the_backward_is_an_error(is_first: bool) -> None:
+    failures = run_ranks(lomo_before_or_after, 2, is_first, expect_failure=True)
+    # A rank may still be gathering when the other has raised and ended.
+    assert any("Lomo changes parameters while the backward runs" in failure.message for failure in failures)
+    assert {failure.type_name for failure in failures} <= {"UsageError", "CollectiveError"}
+
+
 def test_classes_are_told_apart() -> None:
     param = nn.Parameter(torch.ones(2, 2))
     for name in ROWS:
