@@ -131,6 +131,12 @@ RUNS = [
     Run("bf16", 3, options={"bf16": True}),
     Run("fused", 3, options={"optim": "adamw_torch_fused"}),
     Run("sgd", 2, options={"optim": "sgd"}),
+    Run("adafactor", 3, options={"optim": "adafactor"}),
+    Run(
+        "adafactor_async",
+        1,
+        options={"optim": "adafactor", "zero": {"stage": 1, "collectives": COLLECTIVES, "async_save": True}},
+    ),
     Run("async", 3, with_dropout, {"zero": {"stage": 3, "collectives": COLLECTIVES, "async_save": True}}),
     Run("async_stage1", 1, options={"zero": {"stage": 1, "collectives": COLLECTIVES, "async_save": True}}),
     Run("accumulation", 3, options={"gradient_accumulation_steps": 2, "max_steps": 4}),
