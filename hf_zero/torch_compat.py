@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -46,6 +46,21 @@ def local_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.detach()
+
+
+def locals_of(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same mapping, with this rank's parts in place of `DTensor`s."""
+    return {key: value._local_tensor if isinstance(value, DTensor) else value for key, value in values.items()}
+
+
+def are_locals_of(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
+    """Whether the values are those of `locals_of(others)`, the same objects."""
+    if len(values) != len(others):
+        return False
+    for key, other in others.items():
+        if values.get(key) is not (other._local_tensor if isinstance(other, DTensor) else other):
+            return False
+    return True
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:

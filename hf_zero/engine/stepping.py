@@ -9,7 +9,7 @@ leaves nothing to undo. Torch lets a step's pre-hook replace the arguments, of w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class Stepping:
     def __init__(self, owners: dict[World, Owners] | None) -> None:
         self.owners = owners
         self.under_way: Step | None = None
-        self._plain: dict[int, nn.Parameter] = {}  # id(parameter) -> this rank's rows of it, as a plain parameter
+        self._plain: dict[
+            int, tuple[Tensor, nn.Parameter]
+        ] = {}  # id(parameter) -> this rank's rows, a parameter of them
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copied optimizer finds out anew."""
@@ -48,9 +50,9 @@ class Stepping:
         """This rank's rows as a plain parameter, the same one in every step."""
         rows = torch_compat.local_of(param)
         known = self._plain.get(id(param))
-        if known is None or known.data_ptr() != rows.data_ptr() or known.shape != rows.shape:
-            known = self._plain[id(param)] = nn.Parameter(rows, requires_grad=param.requires_grad)
-        return known
+        if known is None or known[0] is not rows:
+            known = self._plain[id(param)] = (rows, nn.Parameter(rows, requires_grad=param.requires_grad))
+        return known[1]
 
 
 class Step:
@@ -77,32 +79,28 @@ class Step:
         after_change: Callable[[], None],
         has_closure: bool,
     ) -> None:
-        self._optimizer, self._stepping, self._world_of = optimizer, stepping, world_of
+        self._stepping = stepping
         self._before_change, self._after_change = before_change, after_change
         self._has_closure = has_closure
         self._params: dict[int, DTensor] = {}
         for each in (optimizer, *wrapped_optimizers(optimizer)):
             for group in each.param_groups:
                 self._params.update({id(p): p for p in group["params"] if id(p) in world_of})
-        self._plain: dict[int, nn.Parameter] = {}
+        # Who sees to the owner of a parameter; no entry for one that is stepped on by rows, or is whole on every rank.
+        self._owners: dict[int, Owners] = {}
+        for world, owners in (stepping.owners or {}).items():
+            cut = [k for k, p in self._params.items() if world_of[k] is world and world.layout_of(p).num_ranks > 1]
+            self._owners.update(dict.fromkeys(cut, owners))
+        self._plain = {key: self._plain_of(key, param) for key, param in self._params.items()}
         self._has_grad: set[int] = set()
         self._copies: list[_Copy] = []
-        for param in self._params.values():
-            self._plain[id(param)] = self._plain_of(param)
         self._take()
         self.stand_in = self._copy(optimizer, {}).stand_in
 
     # --- parameters and gradients -------------------------------------------------------------------------------
 
-    def _owners_of(self, param: Tensor) -> Owners | None:
-        """Who sees to the owner of a parameter; None for one that is stepped on by rows, or is whole on every rank."""
-        world = self._world_of[id(param)]
-        if self._stepping.owners is None or world.layout_of(param).num_ranks == 1:
-            return None
-        return self._stepping.owners[world]
-
-    def _plain_of(self, param: DTensor) -> nn.Parameter:
-        owners = self._owners_of(param)
+    def _plain_of(self, key: int, param: DTensor) -> nn.Parameter:
+        owners = self._owners.get(key)
         if owners is None:
             return self._stepping.rows_of(param)
         if not owners.owns(param):
@@ -116,7 +114,7 @@ class Step:
         values: dict[Owners, list[tuple[DTensor, DTensor]]] = {}
         gradients: dict[Owners, list[tuple[DTensor, DTensor]]] = {}
         for key, param in self._params.items():
-            plain, owners, grad = self._plain[key], self._owners_of(param), _grad_of(param)
+            plain, owners, grad = self._plain[key], self._owners.get(key), _grad_of(param)
             if grad is not None:
                 self._has_grad.add(key)
             if owners is None:
@@ -143,9 +141,9 @@ class Step:
     def _give(self) -> None:
         """Give the rows back to all ranks; for what is stepped on by rows, nothing is to be done."""
         values: dict[Owners, list[tuple[DTensor, Tensor | None]]] = {}
-        for param in self._params.values():
-            owners = self._owners_of(param)
-            if owners is not None and self._moves(param):
+        for key, owners in self._owners.items():
+            param = self._params[key]
+            if self._moves(param):
                 whole = self._plain[id(param)] if owners.owns(param) else None
                 values.setdefault(owners, []).append((param, whole))
         for owners, pairs in values.items():
@@ -170,24 +168,24 @@ class Step:
         for copy in self._copies:
             copy.take_over(self._state_of)
         for key, plain in self._plain.items():
-            if plain.grad is None and key in self._has_grad and self._owners_of(self._params[key]) is None:
+            if plain.grad is None and key in self._has_grad and key not in self._owners:
                 self._params[key].grad = None  # the step has dropped it
             plain.grad = None
 
     # --- the stand-in -------------------------------------------------------------------------------------------
 
     def _copy(self, optimizer: torch.optim.Optimizer, known: dict[int, Any]) -> _Copy:
-        absent = {key for key, plain in self._plain.items() if plain.is_meta}
+        absent = {key for key in self._owners if self._plain[key].is_meta}
         copy = _Copy(optimizer, self._plain, absent, known)
         self._copies.append(copy)
         for param, state in optimizer.state.items() if copy.has_own else ():
             plain = self._plain.get(id(param))
             if plain is None:
                 copy.stand_in.state[param] = state
-            elif self._owners_of(param) is None:
-                copy.stand_in.state[plain] = {key: _rows(value) for key, value in state.items()}
-            else:
+            elif id(param) in self._owners:
                 copy.stand_in.state[plain] = state  # there is one on the owner only
+            else:
+                copy.stand_in.state[plain] = torch_compat.locals_of(state)
         for inner in wrapped_optimizers(optimizer):
             if id(inner) not in known:
                 known[id(inner)] = self._copy(inner, known).stand_in
@@ -195,10 +193,12 @@ class Step:
         return copy
 
     def _state_of(self, param: DTensor, state: dict[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any] | None:
-        """What a stand-in has as the state of a parameter, in the form that the optimizer keeps; None: nothing."""
-        owners = self._owners_of(param)
+        """What a stand-in has as the state of a parameter, in the form that the optimizer keeps; None: as it is."""
+        owners = self._owners.get(id(param))
         if owners is not None:
             return state if owners.owns(param) else None
+        if torch_compat.are_locals_of(state, before):
+            return None  # changed in place, if at all
         shape = torch_compat.local_of(param).shape
         kept = {}
         for key, value in state.items():
@@ -229,6 +229,8 @@ class _Copy:
         known: dict[int, Any],
     ) -> None:
         self.optimizer, self._plain = optimizer, plain
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._stood_for: dict[int, Any] = {id(plain[id(p)]): p for p in params if id(p) in plain}
         self.stand_in: Any = object.__new__(type(optimizer))
         vars(self.stand_in).update(vars(optimizer))
         self.has_own = "state" in vars(optimizer)  # else they are properties, which show what an inner optimizer has
@@ -279,26 +281,12 @@ class _Copy:
             for key, value in changed.items():
                 if key != "params" and group.get(key, _MISSING) is not value:
                     group[key] = value
-        stand_in_state, state = self.stand_in.state, self.optimizer.state
-        taken = set()
-        for param in _params_of(self.optimizer):
-            plain = self._plain.get(id(param))
-            if plain is not None and plain in stand_in_state:
-                taken.add(id(plain))
-                kept = state_of(param, stand_in_state[plain], state.get(param, {}))
-                if kept is not None:
-                    state[param] = kept
-        for key, value in stand_in_state.items():
-            if id(key) not in taken:
-                state[key] = value
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def _rows(value: Any) -> Any:
-    return torch_compat.local_of(value) if isinstance(value, DTensor) else value
+        state = self.optimizer.state
+        for key, value in self.stand_in.state.items():
+            param = self._stood_for.get(id(key))
+            kept = value if param is None else state_of(param, value, state.get(param, {}))
+            if kept is not None:
+                state[key if param is None else param] = kept
 
 
 def _grad_of(param: DTensor) -> DTensor | None:

@@ -151,8 +151,8 @@ def _check_combination(args: TrainingArguments) -> None:
         raise ConfigError("zero cannot be combined with fsdp or deepspeed: keep one of them")
     if "lomo" in (optim := str(getattr(args.optim, "value", args.optim))):
         raise ConfigError(
-            f"optim={optim!r} changes parameters while the backward runs, when gradients are not reduced yet; use adafactor, or "
-            "adamw_torch"
+            f"optim={optim!r} changes parameters while the backward runs, when gradients are not reduced yet; use adafactor "
+            "or adamw_torch"
         )
     if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
         raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
