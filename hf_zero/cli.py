@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from hf_zero import __version__
+from hf_zero import __version__, doctor
 from hf_zero.bench.commands import add_benchmarks
 from hf_zero.configure import add_arguments
 from hf_zero.errors import ZeroError
@@ -97,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add_arguments(
         commands.add_parser("config", help="answer a few questions, or translate a DeepSpeed file; writes YAML")
+    )
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="what is installed and missing here, and how ranks would exchange")
     )
     commands.add_parser("launch", help="`accelerate launch` with --zero FILE, for any script (launch --help says more)")
 

@@ -22,7 +22,7 @@ _FLOORS = [
     ["integrations.trainer"],
     ["integrations.everywhere"],
     ["bench"],
-    ["run", "launch", "configure"],
+    ["run", "launch", "configure", "doctor"],
     ["cli"],
 ]
 _NOT_BELOW_CHECKPOINTS = {"accelerate", "transformers", "yaml", "rich", "datasets", "peft", "safetensors", "numpy"}
