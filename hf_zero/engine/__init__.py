@@ -9,10 +9,10 @@ that are gathered together (`grouping`, `unit`), and hung hooks on the modules w
    into the modules. After the module has run, its hook puts the rows back and gives the *lease* back. In stage 3 the memory
    goes with the last lease; the units that the backward begins with are kept.
 2. **Backward.** See the next note.
-3. **Optimizer.** `optimizers` hears of every step through torch's global hooks. Adam computes on rows as plain tensors;
-   other optimizers see `DTensor`s. Then every unit that stays whole between uses (stages 1 and 2) starts to gather its new
-   rows, and the next forward waits for it. Each unit has an *epoch* that counts these changes: a backward whose forward saw
-   an older epoch raises.
+3. **Optimizer.** `optimizers` hears of every step through torch's global hooks, and hands torch a *stand-in* to step on
+   (`stepping`): plain rows for elementwise optimizers, whole parameters on one *owner* each for all others (`owners`). Then
+   every unit that stays whole between uses (stages 1 and 2) starts to gather its new rows, and the next forward waits for
+   it. Each unit has an *epoch* that counts these changes: a backward whose forward saw an older epoch raises.
 
 [Note: one backward] Autograd tells nobody that a backward begins, where it is, or that it broke off. The engine finds out
 so:
@@ -40,7 +40,6 @@ released memory (`saved`).
 Files, from the ground up: `precision` and `world` (what all share), `partitioned_tensor`, `parameter`, `unit`, `grouping`,
 `schedule`, `reading`, `saved`, `call` (one call and what it holds), `gathering` (which units are whole), `reduction`,
 `accumulation` (gradients until they are reduced), `backward` (one backward), `hooks`, `state_dict`, `engine` (wires them; the
-events of a forward). Around it: `optimizers`,
-`gathered_parameters` (whole weights on demand), `forward_method` (methods other than `forward`), `summary` (what is
+events of a forward). Around it: `optimizers` (with `optimizer_kinds`, `owners`, `stepping`), `gathered_parameters` (whole weights on demand), `forward_method` (methods other than `forward`), `summary` (what is
 printed at the start).
 """
