@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--model_name_or_path", help="folder or hub name; default: a small Llama")
     parser.add_argument("--dataset_name", help="file or hub name; it has a column 'text'")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--max_steps", type=int, help="steps of an epoch, at most")
+    parser.add_argument("--max_train_samples", type=int, default=2000, help="rows to train on, at most")
     parser.add_argument("--batch_size", type=int, default=16, help="of one rank")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--resume", action="store_true", help="go on from the last epoch that was saved")
@@ -48,6 +48,7 @@ def main() -> None:
     history = History(args.plot)
     set_seed(0)
     train, held_out = inputs.load_rows(args.dataset_name, ({"text": text} for _, text in inputs.docstrings()))
+    train = train.take(min(args.max_train_samples, len(train)))
     name = args.model_name_or_path or inputs.small_llama(f"{args.output_dir}/start", train["text"])
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name)
@@ -67,16 +68,16 @@ def main() -> None:
     model, optimizer, batches, held_out_batches, scheduler = accelerator.prepare(
         model, optimizer, batches, held_out_batches, scheduler
     )
-    steps = min(len(batches), args.max_steps or len(batches))
+    steps = len(batches)
     state = Path(args.output_dir, "state")
     if args.resume:
         accelerator.load_state(state)
-    first_epoch = scheduler.scheduler.last_epoch // (steps * accelerator.num_processes)
+    first_epoch = scheduler.scheduler.last_epoch // (steps * accelerator.num_processes)  # it steps once for each rank
 
     for epoch in range(first_epoch, args.epochs):
         model.train()
-        progress = tqdm(total=steps, desc=f"epoch {epoch}", disable=not accelerator.is_main_process)
-        for step, batch in zip(range(steps), batches, strict=False):
+        progress = tqdm(batches, desc=f"epoch {epoch}", disable=not accelerator.is_main_process)
+        for step, batch in enumerate(progress):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -84,12 +85,10 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            progress.update()
             if step % 10 == 0 or step == steps - 1:
                 mean = accelerator.reduce(loss.detach(), "mean").item()
                 progress.set_postfix(loss=f"{mean:.3f}")
                 history.log(epoch * steps + step + 1, mean)
-        progress.close()
         accelerator.save_state(state)  # all ranks write it together
         accelerator.print(f"epoch {epoch}: held-out loss {evaluate(accelerator, model, held_out_batches):.4f}")
 

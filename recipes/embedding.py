@@ -15,7 +15,7 @@ import inputs
 from datasets import Dataset
 from history import History
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from transformers import HfArgumentParser, set_seed
 
 import hf_zero as zero
@@ -38,7 +38,7 @@ def main() -> None:
     """Read the arguments, train, save, search among the held-out texts."""
     parser = HfArgumentParser((RecipeArguments, zero.with_zero(SentenceTransformerTrainingArguments)))
     # For the small model; the command line comes first.
-    parser.set_defaults(num_train_epochs=2, learning_rate=1e-3, per_device_train_batch_size=32, warmup_steps=20)
+    parser.set_defaults(num_train_epochs=1, learning_rate=1e-3, per_device_train_batch_size=32, warmup_steps=20)
     parser.set_defaults(logging_steps=10, save_strategy="no")
     args, training_args = (
         parser.parse_args_into_dataclasses()

@@ -110,12 +110,16 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """Names of the standard library's public functions and classes, and the first paragraph of what is said of them.
+def docstrings(root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Names of a library's public functions and classes, and the first paragraph of what is said of them.
 
-    They are read from the sources, in a few seconds; nothing is imported. About 5,300 of them, of 20 to 200 characters.
+    They are read from the sources, in a few seconds; nothing is imported. Those of 20 to 200 characters are kept, which in
+    the standard library are about 5,300.
+
+    Args:
+        root: the folder of the sources; the standard library's by default.
     """
-    root = standard_library()
+    root = root or standard_library()
     for path in source_paths(root):
         module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         yield from _docstrings_in(ast.parse((root / path).read_text("utf-8", errors="ignore")), module)

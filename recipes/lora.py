@@ -43,7 +43,7 @@ def main() -> None:
     """Read the arguments, train, save."""
     parser = HfArgumentParser((RecipeArguments, zero.ZeroTrainingArguments))
     # For the small model; the command line comes first.
-    parser.set_defaults(max_steps=120, learning_rate=5e-3, logging_steps=10, save_strategy="no")
+    parser.set_defaults(max_steps=80, learning_rate=5e-3, logging_steps=10, save_strategy="no")
     args, training_args = (
         parser.parse_args_into_dataclasses()
     )  # before the model, which is then partitioned as it loads
@@ -54,7 +54,14 @@ def main() -> None:
     name = args.model_name_or_path or inputs.small_llama(f"{training_args.output_dir}/start", train["text"])
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name)
-    lora = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    head = None if args.model_name_or_path else ["lm_head"]  # a random one has to learn, too
+    lora = LoraConfig(
+        r=args.rank,
+        lora_alpha=2 * args.rank,
+        target_modules="all-linear",
+        modules_to_save=head,
+        task_type="CAUSAL_LM",
+    )
     model = get_peft_model(model, lora)
 
     def tokenise(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:

@@ -20,13 +20,13 @@ from tqdm.auto import tqdm
 
 import hf_zero as zero
 
-NUMBERS, LENGTH, START = 32, 10, 32  # numbers below 32, ten of them; the token that an answer starts with
+NUMBERS, LENGTH, START = 32, 8, 32  # numbers below 32, eight of them; the token that an answer starts with
 
 
 class Sorter(nn.Module):
     """Reads numbers, and writes them in order."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.tokens = nn.Embedding(NUMBERS + 1, width)
         self.positions = nn.Embedding(LENGTH, width)
@@ -63,7 +63,7 @@ def main() -> None:
     torch.manual_seed(0)  # equal weights on all ranks
     model = Sorter().to(device)
     zero.shard_model(model, args.zero)  # the line that is not plain PyTorch
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     torch.manual_seed(1 + rank)  # other numbers on each rank
     progress = tqdm(range(1, args.steps + 1), disable=rank > 0)

@@ -42,7 +42,7 @@ def main() -> None:
     """Read the arguments, train, save, translate the held-out texts."""
     parser = HfArgumentParser((RecipeArguments, zero.with_zero(Seq2SeqTrainingArguments)))
     # For the small model; the command line comes first.
-    parser.set_defaults(num_train_epochs=3, learning_rate=3e-3, per_device_train_batch_size=16, warmup_steps=20)
+    parser.set_defaults(num_train_epochs=2, learning_rate=3e-3, per_device_train_batch_size=16, warmup_steps=20)
     parser.set_defaults(logging_steps=20, save_strategy="no", predict_with_generate=True, generation_max_length=32)
     args, training_args = (
         parser.parse_args_into_dataclasses()

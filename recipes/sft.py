@@ -33,7 +33,7 @@ def main() -> None:
     """Read the arguments, train, save, ask a question."""
     parser = HfArgumentParser((RecipeArguments, zero.with_zero(SFTConfig)))
     # For the small model; the command line comes first.
-    parser.set_defaults(max_steps=120, learning_rate=2e-3, max_length=256, logging_steps=10, save_strategy="no")
+    parser.set_defaults(max_steps=100, learning_rate=2e-3, max_length=256, logging_steps=10, save_strategy="no")
     parser.set_defaults(bf16=torch.accelerator.is_available(), activation_checkpointing=False)
     args, training_args = (
         parser.parse_args_into_dataclasses()

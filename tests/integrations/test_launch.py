@@ -81,6 +81,24 @@ def test_unchanged_scripts_train_under_the_launcher_as_under_ddp(name: str, tmp_
     assert ours[2] == pytest.approx(theirs[2], abs=2e-4)  # the Trainer rounds what it logs
 
 
+@pytest.mark.parametrize("place", ["top", pytest.param("late", marks=pytest.mark.slow)])
+def test_importing_hf_zero_switches_on_what_the_environment_names(place: str, tmp_path: Path) -> None:
+    before, after = TRAINER.split("torch.manual_seed(0)", 1)
+    script = "import hf_zero\n" + TRAINER if place == "top" else f"{before}import hf_zero\ntorch.manual_seed(0){after}"
+    (tmp_path / "script.py").write_text(script)
+    environment = {**ENVIRONMENT, "HF_ZERO_CONFIG": '{"stage": 3}'}
+    result = subprocess.run(
+        [sys.executable, "script.py", "out"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    if place == "top":
+        assert "hf_zero\n  stage               3" in result.stderr, result.stderr
+        assert _found(result)[0] == 1
+    else:
+        assert (
+            result.returncode == 1 and "Seq2SeqTrainingArguments was made before hf_zero was imported" in result.stderr
+        )
+
+
 def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("import sys\nprint(sys.argv)\nsys.exit(0)")
     command = [sys.executable, "-m", "hf_zero.run", "--zero", '{"stage": 3}', "idle.py"]
