@@ -73,7 +73,7 @@ def main() -> None:
         compute_metrics=accuracy,
         callbacks=[history],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()  # a folder that plain from_pretrained and pipeline() load
     metrics = trainer.evaluate()
     history.finish(training_args.output_dir)

@@ -61,7 +61,7 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[history],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()  # a folder that plain from_pretrained loads
     metrics = trainer.evaluate()
     history.finish(training_args.output_dir)

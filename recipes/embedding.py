@@ -58,7 +58,7 @@ def main() -> None:
         loss=MultipleNegativesRankingLoss(model),
         callbacks=[history],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()  # a folder that plain SentenceTransformer loads
     found = first_found(model, held_out)
     history.finish(training_args.output_dir)

@@ -76,7 +76,7 @@ def main() -> None:
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         callbacks=[history],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()  # the adapter: PeftModel.from_pretrained(base, output_dir)
     metrics = trainer.evaluate()
     history.finish(training_args.output_dir)

@@ -55,7 +55,7 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[history],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()  # a folder that plain from_pretrained loads
     metrics = trainer.evaluate()
     answer = ask(model, tokenizer, held_out[0]["messages"][:1])  # all ranks: under stage 3, they compute together

@@ -76,8 +76,13 @@ def _take_arguments(self: TrainingArguments, original: Any) -> None:
 
 def _take_accelerator(self: Accelerator, original: Any, *args: Any, **kwargs: Any) -> None:
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    if type(self) is Accelerator and caller.partition(".")[0] != "transformers":
-        self.__class__ = ZeroAccelerator
-        ZeroAccelerator.__init__(self, *args, **kwargs)
-    else:
+    if isinstance(self, ZeroAccelerator) or caller.partition(".")[0] == "transformers":
         original(self, *args, **kwargs)
+        return
+    if type(self) is not Accelerator:
+        raise UsageError(
+            f"HF_ZERO_CONFIG asks for ZeRO, but {type(self).__name__} is an Accelerator of its own, which would train without "
+            "it: derive it from hf_zero.ZeroAccelerator"
+        )
+    self.__class__ = ZeroAccelerator
+    ZeroAccelerator.__init__(self, *args, **kwargs)

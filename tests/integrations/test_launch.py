@@ -1,6 +1,7 @@
 """Scripts that know nothing of hf_zero train under it: the launcher, `hf_zero.run`, `with_zero`, `hf-zero config`."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -14,7 +15,7 @@ from transformers import Seq2SeqTrainingArguments
 
 import hf_zero as zero
 from hf_zero import cli, configure, run
-from tests.ranks import ENVIRONMENT
+from tests.ranks import ENVIRONMENT, run_alone
 
 TRAINER = """
 import json, sys, torch
@@ -97,6 +98,33 @@ def test_importing_hf_zero_switches_on_what_the_environment_names(place: str, tm
         assert (
             result.returncode == 1 and "Seq2SeqTrainingArguments was made before hf_zero was imported" in result.stderr
         )
+
+
+def _make_an_accelerator_of_its_own() -> str:
+    from accelerate import Accelerator
+
+    from hf_zero.integrations import everywhere
+
+    class Mine(Accelerator):
+        pass
+
+    class Ours(zero.ZeroAccelerator):
+        pass
+
+    os.environ["HF_ZERO_CONFIG"] = '{"stage": 3}'
+    everywhere.switch_on()
+    try:
+        assert Ours(cpu=True).zero_plugin.config.stage == 3
+        Mine(cpu=True)
+    except zero.UsageError as error:
+        return str(error)
+    finally:
+        zero.undo()
+    return ""
+
+
+def test_an_accelerator_that_would_train_without_zero_is_refused() -> None:
+    assert "Mine is an Accelerator of its own" in run_alone(_make_an_accelerator_of_its_own)
 
 
 def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_vit_leaves_what_from_pretrained_loads_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
     printed, out = _train("vit", tmp_path, [*_FEW, '--zero={"stage": 3}', "--plot"])
     assert "trained: 2 steps" in printed and "accuracy" in printed
     assert AutoModelForImageClassification.from_pretrained(out)(torch.zeros(1, 1, 8, 8)).logits.shape == (1, 10)
