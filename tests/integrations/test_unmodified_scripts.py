@@ -4,9 +4,11 @@ TRL's are read from the installed package. Those of transformers (`run_clm.py`, 
 are in no package: HF_ZERO_EXAMPLES names a folder that holds copies of them, and without it they are skipped.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from transformers import (
 
 from tests.ranks import ENVIRONMENT
 
+_LIMIT_S = 100
 _EXAMPLES = os.environ.get("HF_ZERO_EXAMPLES", "")
 _WORDS = ["<pad>", "<s>", "</s>", "user", "assistant", *[f"w{i}" for i in range(42)]]
 # In place of packages that fetch metrics and sentence splitters from the network.
@@ -72,7 +75,7 @@ class Script:
         path: of the script.
         prepare: writes model and data into the working directory.
         arguments: of the script, without `--output_dir`.
-        tells_weights: it saves a `model.safetensors`, in its output folder or in `saves_in` there.
+        saves_in: where in its output folder it leaves a `model.safetensors`; None if it saves nothing.
     """
 
     path: str
@@ -244,16 +247,22 @@ SCRIPTS = {
 def _run(command: list[str], folder: Path, arguments: list[str]) -> str:
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder / "stand_ins"), *filter(None, sys.path)])}
     environment |= {"HF_HOME": str(folder / "cache"), "HF_ZERO_COLLECTIVES": "pairwise"}
-    result = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", *command, *arguments],
         cwd=folder,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
+        start_new_session=True,
     )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return result.stdout
+    try:
+        output, errors = process.communicate(timeout=_LIMIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too, which outlive their launcher
+    assert process.returncode == 0, output[-3000:] + errors[-6000:]
+    return output
 
 
 def _losses(folder: Path) -> dict[str, list[float]]:
