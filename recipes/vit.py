@@ -54,8 +54,9 @@ def main() -> None:
     set_seed(training_args.seed)
 
     if args.model_name_or_path:
-        train, held_out = named_images(args.dataset_name, args.model_name_or_path)
+        train, held_out = inputs.load_rows(args.dataset_name, [])
         labels = len(set(train["label"]))
+        train, held_out = (with_pixels(rows, args.model_name_or_path) for rows in (train, held_out))
         model = AutoModelForImageClassification.from_pretrained(
             args.model_name_or_path, num_labels=labels, ignore_mismatched_sizes=True
         )
@@ -105,16 +106,15 @@ def digits() -> tuple[Dataset, Dataset]:
     return split["train"], split["test"]
 
 
-def named_images(dataset: str, model: str) -> tuple[Dataset, Dataset]:
-    """The images of a dataset, as the model wants them, made when they are read."""
+def with_pixels(rows: Dataset, model: str) -> Dataset:
+    """The images of rows as the model wants them, made when they are read."""
     processor = AutoImageProcessor.from_pretrained(model)
 
     def prepare(rows: dict[str, list[object]]) -> dict[str, object]:
         images = [image.convert("RGB") for image in rows["image"]]
         return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "label": rows["label"]}
 
-    train, held_out = inputs.load_rows(dataset, [])
-    return train.with_transform(prepare), held_out.with_transform(prepare)
+    return rows.with_transform(prepare)
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
