@@ -71,7 +71,6 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if os.environ.get(
-    CONFIG_VARIABLE
-):  # then plain TrainingArguments and Accelerators, too, train under ZeRO or not at all
+# Then plain TrainingArguments and Accelerators, too, train under ZeRO or not at all.
+if os.environ.get(CONFIG_VARIABLE):
     import_module("hf_zero.integrations.everywhere").switch_on()
