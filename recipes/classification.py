@@ -44,7 +44,7 @@ def main() -> None:
     """Read the arguments, train, save."""
     parser = HfArgumentParser((RecipeArguments, zero.ZeroTrainingArguments))
     # For the small model; the command line comes first.
-    parser.set_defaults(num_train_epochs=4, learning_rate=1e-3, per_device_train_batch_size=16, warmup_steps=20)
+    parser.set_defaults(num_train_epochs=6, learning_rate=1e-3, per_device_train_batch_size=16, warmup_steps=20)
     parser.set_defaults(logging_steps=20, save_strategy="no")
     # BERT's loss is a mean whatever it is told; transformers would multiply it by the number of ranks.
     parser.set_defaults(average_tokens_across_devices=False)

@@ -208,13 +208,13 @@ def small_llama(folder: str, texts: Iterable[str]) -> str:
 
 
 def small_bert(folder: str, texts: Iterable[str]) -> str:
-    """Write a BERT of a million parameters and its tokenizer into a folder, for models that read; returns the folder."""
+    """Write a BERT of 700,000 parameters and its tokenizer into a folder, for models that read; returns the folder."""
     tokenizer = trained_tokenizer(texts, start=True)
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=256,
         pad_token_id=tokenizer.pad_token_id,
