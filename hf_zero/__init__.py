@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hf_zero.config.files import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from hf_zero.config.zero_config import ZeroConfig as ZeroConfig
@@ -68,3 +71,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+# Then plain TrainingArguments and Accelerators, too, train under ZeRO or not at all.
+if os.environ.get(CONFIG_VARIABLE):
+    import_module("hf_zero.integrations.everywhere").switch_on()

@@ -11,10 +11,8 @@ without data arguments it trains on the Python standard library's sources, so it
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,7 +22,7 @@ from typing import Any, Literal
 import datasets
 import transformers
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from inputs import FILE_BUILDERS, byte_tokenizer, load_file, load_python_sources, standard_library
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +31,6 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Trainer,
     default_data_collator,
     set_seed,
@@ -43,10 +40,6 @@ from verify_export import verify_export
 import hf_zero as zero
 
 logger = logging.getLogger("clm")
-
-FILE_BUILDERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
-# Not meant to be read: installed packages, tests and their fixtures, generated tables.
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
 
 @dataclass
@@ -109,18 +102,6 @@ class DataArguments:
             raise ValueError("--max_eval_samples and --max_train_files must be at least 1.")
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of the 256 bytes and one special token, made without a download; decoding gives the same text back."""
-    end = "<|endoftext|>"
-    vocabulary = {token: index for index, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), end])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
-    )
-
-
 def load_config_and_tokenizer(args: ModelArguments) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """The named model's, or a small Llama's with a byte tokenizer."""
     if args.model_name_or_path:
@@ -148,41 +129,6 @@ def check_block_size(block_size: int, config: PreTrainedConfig) -> None:
         raise ValueError(f"--block_size {block_size}: the model has {positions} positions; give at most that.")
 
 
-def split_by_file(paths: Iterable[str], percentage: int) -> tuple[list[str], list[str]]:
-    """Split relative paths into those to train on and those held out, by a hash of the path alone.
-
-    A file keeps its side on every rank and machine, whatever other files there are. Both lists are in the order of the
-    hash, so that the first few are a sample of all.
-    """
-    ordered = sorted((int(hashlib.sha256(path.encode()).hexdigest(), 16), path) for path in paths)
-    train = [path for digest, path in ordered if digest % 100 >= percentage]
-    return train, [path for digest, path in ordered if digest % 100 < percentage]
-
-
-def load_python_sources(root: Path, percentage: int, max_train_files: int | None) -> dict[str, Dataset]:
-    """The `.py` files under `root`, one row each, split by file."""
-    paths = [path.relative_to(root) for path in root.rglob("*.py")]
-    kept = [path.as_posix() for path in paths if not SKIPPED_FOLDERS.intersection(path.parts)]
-    if not kept:
-        raise ValueError(f"no .py files under {root}; give --train_file or --dataset_name.")
-    train, held_out = split_by_file(kept, percentage)
-
-    def read(paths: list[str]) -> Dataset:
-        return Dataset.from_dict({"text": [(root / path).read_text("utf-8", errors="ignore") for path in paths]})
-
-    return {"train": read(train[:max_train_files]), "validation": read(held_out)}
-
-
-def load_file(path: str) -> Dataset:
-    """The rows of a file, by its extension; a txt file has a row for each line, with its line break."""
-    builder = FILE_BUILDERS[Path(path).suffix.removeprefix(".")]
-    options = {"keep_linebreaks": True} if builder == "text" else {}
-    try:
-        return datasets.load_dataset(builder, data_files=path, split="train", **options)
-    except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError) as error:
-        raise ValueError(f"{path}: is empty, or not {builder}: {error.__cause__ or error}") from error
-
-
 def load_texts(args: DataArguments, token: str | None = None) -> dict[str, Dataset]:
     """The text to train on and to evaluate on, as rows of the datasets 'train' and 'validation'."""
     if args.dataset_name:
@@ -193,7 +139,7 @@ def load_texts(args: DataArguments, token: str | None = None) -> dict[str, Datas
         files = {"train": args.train_file, "validation": args.validation_file}
         texts = {name: load_file(path) for name, path in files.items() if path}
     else:
-        root = Path(sysconfig.get_paths()["stdlib"])
+        root = standard_library()
         return load_python_sources(root, args.validation_percentage, args.max_train_files)
     if "validation" not in texts:  # the last rows, not random ones: neighbouring lines tell too much about each other
         whole = texts["train"]

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.checkpoint.background import WRITING_S
 from hf_zero.checkpoint.model_state import write_model
-from hf_zero.engine.gathered_parameters import gather_whole
+from hf_zero.engine.engine import engine_of
+from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import CheckpointError
 
@@ -106,6 +107,31 @@ def save_whole(
     with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.timeout_s)):
         if writes:
             original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+
+
+def save_by_library(model: nn.Module, save: Callable[[], Any]) -> None:
+    """Let a library save a model in its own way, on rank 0, while every rank holds the whole model.
+
+    For a `save_pretrained` that reads the model itself, see `saves_given_state`.
+
+    Args:
+        model: partitioned or not.
+        save: writes the model.
+
+    Raises:
+        CollectiveError: a rank did not call it.
+        CheckpointError: on all ranks, if `save` failed.
+    """
+    engine = engine_of(model)
+    world = world_of_model(model) if engine is None else engine.world
+    if world is None:
+        save()
+        return
+    world.meet("save_pretrained (all ranks must call it)")
+    limit_s = max(WRITING_S, world.config.timeout_s)
+    with GatheredParameters(model), world.together("saving a model", CheckpointError, limit_s):
+        if world.rank == 0:
+            save()
 
 
 def _names_to_save(model: nn.Module, options: dict[str, Any]) -> set[str] | None:

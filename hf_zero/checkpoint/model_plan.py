@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,15 @@ def source_of(value: Tensor) -> Source:
     return Source(value.detach(), RowLayout(tuple(value.shape), 1))
 
 
+def saves_given_state(model: nn.Module) -> bool:
+    """Whether the model has a `save_pretrained` that can be given the values to write, as transformers' and PEFT's can.
+
+    Other libraries' (sentence-transformers, diffusers) read the model itself.
+    """
+    method = getattr(type(model), "save_pretrained", None)
+    return method is not None and (hasattr(model, "peft_config") or "state_dict" in signature(method).parameters)
+
+
 def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Plan:
     """Find out what `model.save_pretrained(folder)` writes; its small files are written, the weights are not.
 
@@ -75,7 +85,7 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
     for name, value in model.state_dict().items():
         kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
         whole[name] = tracer.source(name, tuple(value.shape), kind)
-    if not hasattr(type(model), "save_pretrained"):
+    if not saves_given_state(model):
         return _plan_plain(model, whole)
     from huggingface_hub.serialization import _torch
     from transformers import modeling_utils

@@ -1,6 +1,7 @@
 """ZeRO for scripts that know nothing of it: plain `TrainingArguments` and plain `Accelerator()` take the configuration.
 
-Two methods are wrapped, and `undo()` puts the originals back:
+`hf-zero launch` and `hf_zero.run` switch it on, and so does `import hf_zero` where HF_ZERO_CONFIG names a configuration. Two
+methods are wrapped, and `undo()` puts the originals back:
 
 - `TrainingArguments.__post_init__`: arguments of any class (TRL's, `Seq2SeqTrainingArguments`) do what
   `ZeroTrainingArguments` do.
@@ -11,12 +12,14 @@ Two methods are wrapped, and `undo()` puts the originals back:
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from typing import Any
 
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
+from hf_zero.errors import UsageError
 from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator
 from hf_zero.integrations.trainer import arguments
 
@@ -24,9 +27,14 @@ _originals: dict[type, tuple[str, Any]] = {}
 
 
 def switch_on() -> None:
-    """From now until `undo()`, scripts train under the file that HF_ZERO_CONFIG names; a second call changes nothing."""
+    """From now until `undo()`, scripts train under the file that HF_ZERO_CONFIG names; a second call changes nothing.
+
+    Raises:
+        UsageError: there are arguments or an accelerator already, which would train without ZeRO.
+    """
     if _originals:
         return
+    _refuse_what_was_made_before()
     _wrap(TrainingArguments, "__post_init__", _take_arguments)
     _wrap(Accelerator, "__init__", _take_accelerator)
 
@@ -36,6 +44,16 @@ def undo() -> None:
     for owner, (name, original) in _originals.items():
         setattr(owner, name, original)
     _originals.clear()
+
+
+def _refuse_what_was_made_before() -> None:
+    made = {type(found) for found in gc.get_objects()}
+    early = next((each for each in made if issubclass(each, (TrainingArguments, Accelerator))), None)
+    if early is not None:
+        raise UsageError(
+            f"HF_ZERO_CONFIG asks for ZeRO, but {early.__name__} was made before hf_zero was imported, and would train without "
+            "it: import hf_zero at the top of the script, or start the script with `hf-zero launch`"
+        )
 
 
 def _wrap(owner: type, name: str, replacement: Any) -> None:
@@ -58,8 +76,13 @@ def _take_arguments(self: TrainingArguments, original: Any) -> None:
 
 def _take_accelerator(self: Accelerator, original: Any, *args: Any, **kwargs: Any) -> None:
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    if type(self) is Accelerator and caller.partition(".")[0] != "transformers":
-        self.__class__ = ZeroAccelerator
-        ZeroAccelerator.__init__(self, *args, **kwargs)
-    else:
+    if isinstance(self, ZeroAccelerator) or caller.partition(".")[0] == "transformers":
         original(self, *args, **kwargs)
+        return
+    if type(self) is not Accelerator:
+        raise UsageError(
+            f"HF_ZERO_CONFIG asks for ZeRO, but {type(self).__name__} is an Accelerator of its own, which would train without "
+            "it: derive it from hf_zero.ZeroAccelerator"
+        )
+    self.__class__ = ZeroAccelerator
+    ZeroAccelerator.__init__(self, *args, **kwargs)

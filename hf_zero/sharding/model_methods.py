@@ -21,7 +21,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.checkpoint.export import save_whole, world_of_model
+from hf_zero.checkpoint.export import save_by_library, save_whole, world_of_model
+from hf_zero.checkpoint.model_plan import saves_given_state
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.world import World
@@ -41,7 +42,8 @@ def attach(model: nn.Module, world: World) -> None:
         if not isinstance(param, DTensor):  # stage 0: otherwise the Trainer averages their gradients a second time
             param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
     if hasattr(model, "save_pretrained"):
-        attributes["save_pretrained"] = types.MethodType(_save_pretrained, model)
+        how = _save_pretrained if saves_given_state(model) else _save_pretrained_of_library
+        attributes["save_pretrained"] = types.MethodType(how, model)
     if hasattr(type(model), "resize_token_embeddings"):
         attributes["resize_token_embeddings"] = types.MethodType(_resize_token_embeddings, model)
     if hasattr(type(model), "generate"):
@@ -69,6 +71,11 @@ def _save_pretrained(
     """`save_pretrained` of whole weights; all ranks must call it."""
     original = functools.partial(type(self).save_pretrained, self)  # type: ignore[attr-defined]
     save_whole(self, original, save_directory, is_main_process, state_dict, **kwargs)
+
+
+def _save_pretrained_of_library(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`save_pretrained` that reads the model itself; all ranks must call it."""
+    save_by_library(self, functools.partial(type(self).save_pretrained, self, *args, **kwargs))  # type: ignore[attr-defined]
 
 
 def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -181,3 +181,45 @@ def test_one_rank_alone_is_an_error_that_names_the_call(tmp_path: Path) -> None:
     assert first.type_name == "CollectiveError"
     assert "save_pretrained" in first.message
     assert not (tmp_path / "model.safetensors").exists()
+
+
+# ---- models of libraries that save them in their own way -------------------------------------------------------------
+
+
+class SavesItself(nn.Module):
+    """As sentence-transformers and diffusers do: its `save_pretrained` takes no state dict, but reads the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = AwkwardMLP(), nn.Linear(3, 2)
+
+    def save_pretrained(self, path: str, title: str, fails: bool = False) -> None:
+        if fails:
+            raise OSError("no space left")
+        assert not Path(path).exists()
+        torch.save({"title": title, "head": self.head.weight.detach(), "state": self.state_dict()}, path)
+
+
+def save_itself(path: str, stage: int) -> tuple[bool, str]:
+    torch.manual_seed(0)
+    model = SavesItself()
+    oracle = {key: value.clone() for key, value in model.state_dict().items()}
+    zero.shard_model(model, CONFIG | {"stage": stage})
+    at_rest = {key: type(value) for key, value in model.state_dict().items()}
+    model.save_pretrained(path, "mine")
+    saved = torch.load(path, weights_only=False)
+    is_whole = saved["title"] == "mine" and torch.equal(saved["head"], oracle["head.weight"])
+    is_whole &= all(torch.equal(saved["state"][key], value) for key, value in oracle.items())
+    is_whole &= {key: type(value) for key, value in model.state_dict().items()} == at_rest
+    try:
+        model.save_pretrained(path, "mine", fails=True)
+    except zero.ZeroError as error:
+        return is_whole, str(error)
+    return is_whole, ""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_that_saves_itself_is_whole_meanwhile(stage: int, tmp_path: Path) -> None:
+    for is_whole, told in run_ranks(save_itself, 2, str(tmp_path / "model.pt"), stage):
+        assert is_whole
+        assert "rank 0: OSError: no space left" in told

@@ -1,6 +1,7 @@
 """Scripts that know nothing of hf_zero train under it: the launcher, `hf_zero.run`, `with_zero`, `hf-zero config`."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -14,7 +15,7 @@ from transformers import Seq2SeqTrainingArguments
 
 import hf_zero as zero
 from hf_zero import cli, configure, run
-from tests.ranks import ENVIRONMENT
+from tests.ranks import ENVIRONMENT, run_alone
 
 TRAINER = """
 import json, sys, torch
@@ -79,6 +80,51 @@ def test_unchanged_scripts_train_under_the_launcher_as_under_ddp(name: str, tmp_
     theirs = _found(_run(*plain, "script.py", "out", cwd=tmp_path))
     assert ours[:2] == [2, "PartitionedTensor"] and theirs[:2] == [2, "Parameter"]
     assert ours[2] == pytest.approx(theirs[2], abs=2e-4)  # the Trainer rounds what it logs
+
+
+@pytest.mark.parametrize("place", ["top", pytest.param("late", marks=pytest.mark.slow)])
+def test_importing_hf_zero_switches_on_what_the_environment_names(place: str, tmp_path: Path) -> None:
+    before, after = TRAINER.split("torch.manual_seed(0)", 1)
+    script = "import hf_zero\n" + TRAINER if place == "top" else f"{before}import hf_zero\ntorch.manual_seed(0){after}"
+    (tmp_path / "script.py").write_text(script)
+    environment = {**ENVIRONMENT, "HF_ZERO_CONFIG": '{"stage": 3}'}
+    result = subprocess.run(
+        [sys.executable, "script.py", "out"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    if place == "top":
+        assert "hf_zero\n  stage               3" in result.stderr, result.stderr
+        assert _found(result)[0] == 1
+    else:
+        assert (
+            result.returncode == 1 and "Seq2SeqTrainingArguments was made before hf_zero was imported" in result.stderr
+        )
+
+
+def _make_an_accelerator_of_its_own() -> str:
+    from accelerate import Accelerator
+
+    from hf_zero.integrations import everywhere
+
+    class Mine(Accelerator):
+        pass
+
+    class Ours(zero.ZeroAccelerator):
+        pass
+
+    os.environ["HF_ZERO_CONFIG"] = '{"stage": 3}'
+    everywhere.switch_on()
+    try:
+        assert Ours(cpu=True).zero_plugin.config.stage == 3
+        Mine(cpu=True)
+    except zero.UsageError as error:
+        return str(error)
+    finally:
+        zero.undo()
+    return ""
+
+
+def test_an_accelerator_that_would_train_without_zero_is_refused() -> None:
+    assert "Mine is an Accelerator of its own" in run_alone(_make_an_accelerator_of_its_own)
 
 
 def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> None:

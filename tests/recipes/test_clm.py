@@ -18,10 +18,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))  # where a script finds its neighbours
 import clm
+import inputs
 import verify_export
 
 TEXTS = [f"line {number}: naïve 数 \t'quoted'" for number in range(40)]
-TOKENIZER = clm.byte_tokenizer()
+TOKENIZER = inputs.byte_tokenizer()
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def write_texts(folder: Path, extension: str, texts: list[str] = TEXTS, column: 
 
 @given(st.sets(st.text(max_size=20)), st.integers(1, 99))
 def test_split_by_file_gives_every_path_one_side(paths: set[str], percentage: int) -> None:
-    train, held_out = clm.split_by_file(paths, percentage)
+    train, held_out = inputs.split_by_file(paths, percentage)
     assert len(train) + len(held_out) == len(paths)
     assert set(train) | set(held_out) == paths
 
@@ -55,20 +56,20 @@ def test_split_by_file_gives_every_path_one_side(paths: set[str], percentage: in
 def test_split_by_file_does_not_depend_on_order_or_other_files(paths: set[str], random: Random) -> None:
     shuffled = sorted(paths)
     random.shuffle(shuffled)
-    assert clm.split_by_file(shuffled, 50) == clm.split_by_file(sorted(paths), 50)
+    assert inputs.split_by_file(shuffled, 50) == inputs.split_by_file(sorted(paths), 50)
     kept = shuffled[: len(shuffled) // 2]
-    assert set(clm.split_by_file(kept, 50)[1]) == set(kept) & set(clm.split_by_file(paths, 50)[1])
+    assert set(inputs.split_by_file(kept, 50)[1]) == set(kept) & set(inputs.split_by_file(paths, 50)[1])
 
 
 def test_split_by_file_holds_out_the_share_asked_for() -> None:
     paths = [f"package/module_{number}.py" for number in range(4000)]
-    _, held_out = clm.split_by_file(paths, 5)
+    _, held_out = inputs.split_by_file(paths, 5)
     assert 150 < len(held_out) < 250  # 200 expected, with a standard deviation of 14
-    assert held_out[:3] == clm.split_by_file(paths, 5)[1][:3]
+    assert held_out[:3] == inputs.split_by_file(paths, 5)[1][:3]
 
 
 def test_split_by_file_is_the_same_in_every_process() -> None:
-    assert clm.split_by_file(["abc.py", "ast.py", "os.py", "json/decoder.py"], 50) == (
+    assert inputs.split_by_file(["abc.py", "ast.py", "os.py", "json/decoder.py"], 50) == (
         ["ast.py", "os.py"],
         ["json/decoder.py", "abc.py"],
     )
@@ -78,7 +79,7 @@ def test_python_sources_skip_tests_and_undecodable_bytes(tmp_path: Path) -> None
     for name in ("a.py", "b.py", "c/d.py", "test/e.py", "c/tests/f.py", "site-packages/g.py", "h.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"# caf\xc3\xa9 \xff" + name.encode())
-    texts = clm.load_python_sources(tmp_path, 50, None)
+    texts = inputs.load_python_sources(tmp_path, 50, None)
     found = [*texts["train"]["text"], *texts["validation"]["text"]]
     assert sorted(found) == ["# café a.py", "# café b.py", "# café c/d.py"]
 
@@ -86,14 +87,14 @@ def test_python_sources_skip_tests_and_undecodable_bytes(tmp_path: Path) -> None
 def test_python_sources_train_on_at_most_the_files_asked_for(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number}.py").write_text(str(number))
-    whole, few = clm.load_python_sources(tmp_path, 20, None), clm.load_python_sources(tmp_path, 20, 3)
+    whole, few = inputs.load_python_sources(tmp_path, 20, None), inputs.load_python_sources(tmp_path, 20, 3)
     assert few["train"]["text"][:] == whole["train"]["text"][:3]
     assert few["validation"]["text"][:] == whole["validation"]["text"][:]
 
 
 def test_python_sources_raise_where_there_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no \.py files under .*; give --train_file"):
-        clm.load_python_sources(tmp_path, 5, None)
+        inputs.load_python_sources(tmp_path, 5, None)
 
 
 # ---- the tokenizer ---------------------------------------------------------------------------------------------------
