@@ -67,6 +67,18 @@ TORCH = [
     Seam(torch.distributed.distributed_c10d, "_new_group_with_tag", "_world.pg_group_ranks[pg] =", "new_group_among"),
     Seam(torch.distributed.tensor._api, "", "r._spec = spec", "wrap_like, replaced_by_whole: where a DTensor keeps it"),
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
+    Seam(
+        torch.distributed.tensor._dispatch,
+        "found_inf_reduce_handler",
+        "grad_dtensor = cast(list[dtensor.DTensor], args[0])[0]",
+        "agree_on_every_overflow: needed as long as only the first gradient is looked at",
+    ),
+    Seam(
+        torch.distributed.tensor._dispatch.OpDispatcher,
+        "__init__",
+        "aten._amp_foreach_non_finite_check_and_unscale_.default: found_inf_reduce_handler",
+        "agree_on_every_overflow",
+    ),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
     Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
