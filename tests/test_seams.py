@@ -73,10 +73,12 @@ TORCH = [
         "grad_dtensor = cast(list[dtensor.DTensor], args[0])[0]",
         "agree_on_every_overflow: needed as long as only the first gradient is looked at",
     ),
+    Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "agree_on_every_overflow"),
+    Seam(DTensor, "_op_dispatcher", "", "agree_on_every_overflow"),
     Seam(
         torch.distributed.tensor._dispatch.OpDispatcher,
         "__init__",
-        "aten._amp_foreach_non_finite_check_and_unscale_.default: found_inf_reduce_handler",
+        "self._custom_op_handlers = {",
         "agree_on_every_overflow",
     ),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
@@ -121,6 +123,8 @@ TORCH = [
 ]
 
 LOADING = [
+    Seam(PreTrainedModel, "_keep_in_fp32_modules", "", "what computes in float32 where the rest is float16"),
+    Seam(PreTrainedModel, "_keep_in_fp32_modules_strict", "", "the same, in bfloat16 too"),
     Seam(
         PreTrainedModel, "from_pretrained", "cls._load_pretrained_model( model, state_dict, checkpoint_files, load_", ""
     ),

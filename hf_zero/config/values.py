@@ -96,6 +96,13 @@ def boolean(key: str, value: object) -> bool:
     return value
 
 
+def boolean_or_bytes(key: str, value: object) -> bool | int | str:
+    """True, False, "auto", or a number of bytes above 0."""
+    if isinstance(value, bool) or value == "auto":
+        return value
+    return num_bytes(key, value, minimum=1)
+
+
 def word(key: str, value: object, *, words: tuple[str, ...]) -> str:
     """One of `words`."""
     if not isinstance(value, str) or value not in words:

@@ -95,6 +95,8 @@ class ZeroConfig:
             whole gradients and keeps the rank's rows, "to_owner" reduces each rank's rows to it, with one reduce per rank.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only). This saves one gather, and takes the memory of all parameters.
+        gather_for_generation: whether `generate` gathers parameters once for the whole call, not for every token (stage 3
+            only): True, False, the bytes that they may take, or "auto", half of what is free on the rank that has least.
         replicate: replicas of the model ("hybrid"): parameters are cut over the ranks of one replica only, so that rows never
             leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
         expected_world_size: ranks that the run must have; None: any number.
@@ -119,6 +121,7 @@ class ZeroConfig:
     timeout_s: float = 120.0
     reduce_scatter: bool | Literal["to_owner"] = True
     reshard_after_forward: bool = True
+    gather_for_generation: bool | int | Literal["auto"] = "auto"
     replicate: int = 1
     expected_world_size: int | None = None
     async_save: bool = False
@@ -282,6 +285,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "timeout_s": values.seconds,
     "reduce_scatter": values.reduce_scatter,
     "reshard_after_forward": values.boolean,
+    "gather_for_generation": values.boolean_or_bytes,
     "replicate": partial(values.count, minimum=1),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,

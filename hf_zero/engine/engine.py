@@ -217,6 +217,8 @@ class ZeroEngine:
         return None if hooks is None else hooks.before(module, args, kwargs)
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._roots and self.gathering.has_nothing_to_do():
+            return None
         if self._roots and is_running(self._roots[0]) < self._roots.count(self._roots[0]) + (module is self._roots[0]):
             self._abandon_forward()  # see `settle`
         self._thread = threading.get_ident()
@@ -264,8 +266,9 @@ class ZeroEngine:
                 )
 
     def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._roots:
-            self._roots.pop()
+        if not self._roots:
+            return  # its parameters were held
+        self._roots.pop()
         if self._roots or torch_compat.in_backward():
             return
         self.gathering.reads.clear()

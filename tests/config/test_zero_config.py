@@ -59,6 +59,7 @@ def configs(draw: st.DrawFn) -> ZeroConfig:
         timeout_s=draw(st.floats(1e-6, 1e9)),
         reduce_scatter=draw(st.sampled_from((True, False, "to_owner"))) if stage else True,
         reshard_after_forward=stage < 3 or draw(st.booleans()),
+        gather_for_generation=draw(st.booleans() | st.just("auto") | st.integers(1, 2**63 - 1)),
         expected_world_size=draw(st.none() | st.integers(1, 2**20)),
         async_save=draw(st.booleans()),
     )
