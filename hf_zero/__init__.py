@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.config.files import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
+    from hf_zero.config.loss_scale import LossScale as LossScale
     from hf_zero.config.zero_config import ZeroConfig as ZeroConfig
     from hf_zero.engine.engine import ZeroEngine as ZeroEngine
     from hf_zero.engine.engine import engine_of as engine_of
     from hf_zero.engine.forward_method import register_forward_method as register_forward_method
     from hf_zero.engine.gathered_parameters import GatheredParameters as GatheredParameters
+    from hf_zero.engine.loss_scaling import LossScaler as LossScaler
     from hf_zero.engine.optimizer_kinds import mark_elementwise as mark_elementwise
     from hf_zero.errors import CollectiveError as CollectiveError
     from hf_zero.errors import ConfigError as ConfigError
@@ -41,6 +43,8 @@ _HOME = {
     "GatheredParameters": "hf_zero.engine.gathered_parameters",
     "mark_elementwise": "hf_zero.engine.optimizer_kinds",
     "Init": "hf_zero.sharding.init",
+    "LossScale": "hf_zero.config.loss_scale",
+    "LossScaler": "hf_zero.engine.loss_scaling",
     "PartitionError": "hf_zero.errors",
     "UsageError": "hf_zero.errors",
     "ZeroAccelerator": "hf_zero.integrations.accelerate.accelerator",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -61,6 +62,31 @@ def are_locals_of(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
         if values.get(key) is not (other._local_tensor if isinstance(other, DTensor) else other):
             return False
     return True
+
+
+@functools.cache
+def agree_on_every_overflow() -> None:
+    """Let `GradScaler` ask the other ranks about all gradients that are cut, from the first call in a process on.
+
+    It is given one list, and torch looks at the first gradient only: where that one is whole on every rank, or cut over other
+    ranks than the rest, an overflow in another's rows stays on its rank, which then skips a step that the others do.
+    """
+    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    original = handlers[op]
+
+    def for_each_placement(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        groups: dict[Any, list[Tensor]] = {}
+        for grad in args[0]:
+            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            groups.setdefault(key, []).append(grad)
+        for key, grads in groups.items():
+            if key is None:
+                op_call(grads, *args[1:], **kwargs)
+            else:
+                original(op_call, (grads, *args[1:]), kwargs)
+
+    handlers[op] = for_each_placement
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:

@@ -77,6 +77,20 @@ TORCH = [
     Seam(torch.distributed.distributed_c10d, "_new_group_with_tag", "_world.pg_group_ranks[pg] =", "new_group_among"),
     Seam(torch.distributed.tensor._api, "", "r._spec = spec", "wrap_like, replaced_by_whole: where a DTensor keeps it"),
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
+    Seam(
+        torch.distributed.tensor._dispatch,
+        "found_inf_reduce_handler",
+        "grad_dtensor = cast(list[dtensor.DTensor], args[0])[0]",
+        "agree_on_every_overflow: needed as long as only the first gradient is looked at",
+    ),
+    Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "agree_on_every_overflow"),
+    Seam(DTensor, "_op_dispatcher", "", "agree_on_every_overflow"),
+    Seam(
+        torch.distributed.tensor._dispatch.OpDispatcher,
+        "__init__",
+        "self._custom_op_handlers = {",
+        "agree_on_every_overflow",
+    ),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
     Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
@@ -119,6 +133,8 @@ TORCH = [
 ]
 
 LOADING = [
+    Seam(PreTrainedModel, "_keep_in_fp32_modules", "", "what computes in float32 where the rest is float16"),
+    Seam(PreTrainedModel, "_keep_in_fp32_modules_strict", "", "the same, in bfloat16 too"),
     Seam(
         PreTrainedModel, "from_pretrained", "cls._load_pretrained_model( model, state_dict, checkpoint_files, load_", ""
     ),

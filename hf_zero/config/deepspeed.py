@@ -20,7 +20,6 @@ from typing import Any
 from hf_zero.config.deepspeed_reader import ABSENT, FROM_TRAINER, SHORT, ImportRow, Reader
 from hf_zero.config.deepspeed_rules import (
     BF16_RULES,
-    FP16_RULES,
     OFFLOAD_KEYS,
     SHARDED_ONLY,
     TOP_KEYS,
@@ -29,7 +28,12 @@ from hf_zero.config.deepspeed_rules import (
     ZERO_TRANSLATED,
     Status,
 )
-from hf_zero.config.deepspeed_training import translate_batch, translate_optimizer, translate_scheduler
+from hf_zero.config.deepspeed_training import (
+    translate_batch,
+    translate_fp16,
+    translate_optimizer,
+    translate_scheduler,
+)
 from hf_zero.tables import aligned
 
 
@@ -48,8 +52,8 @@ class Translation:
     rows: tuple[ImportRow, ...]
 
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def translate(mapping: Mapping[Any, Any], source: str) -> Translation:
@@ -91,14 +95,7 @@ def _as_json(value: object) -> str:
 
 
 def _translate_precision(reader: Reader, top: Mapping[Any, Any]) -> None:
-    if "fp16" in top:
-        block = reader.block("fp16", top["fp16"])
-        reader.refuse_unknown("fp16.", block, {"enabled", *FP16_RULES})
-        enabled = block.get("enabled", False)
-        if enabled != "auto" and reader.flag("fp16.enabled", enabled):
-            raise reader.error("fp16.enabled", True, "float16 with its loss scaling is not supported yet; use bf16")
-        reader.row("fp16.enabled", enabled, FROM_TRAINER if enabled == "auto" else "")
-        reader.judge("fp16.", block, FP16_RULES)
+    is_half = translate_fp16(reader, top)
     name = "bf16" if "bf16" in top else "bfloat16"
     if name not in top:
         return
@@ -108,7 +105,9 @@ def _translate_precision(reader: Reader, top: Mapping[Any, Any]) -> None:
     if enabled == "auto":
         reader.row(f"{name}.enabled", enabled, FROM_TRAINER)
     else:
-        dtype = "bfloat16" if reader.flag(f"{name}.enabled", enabled) else "float32"
+        dtype = "bfloat16" if reader.flag(f"{name}.enabled", enabled) else "float16" if is_half else "float32"
+        if enabled and is_half:
+            raise reader.error(f"{name}.enabled", enabled, "fp16.enabled is true as well; keep one of them")
         reader.zero["compute_dtype"] = dtype
         reader.training["bf16"] = enabled
         reader.row(f"{name}.enabled", enabled, f"compute_dtype={dtype}, bf16={enabled}")
@@ -144,8 +143,8 @@ def _translate_data_types(reader: Reader, top: Mapping[Any, Any]) -> None:
             reader.row(key, value, "")
         elif name != "grad_accum_dtype":
             raise reader.error(key, value, "is not supported; load the model in that dtype and remove this key")
-        elif value not in ("fp32", "bf16"):
-            raise reader.error(key, value, "is not supported; use fp32, bf16 or null")
+        elif value not in _DTYPES:
+            raise reader.error(key, value, "is not supported; use fp32, bf16, fp16 or null")
         else:
             is_same = _DTYPES[value] == reader.zero.get("reduce_dtype", "float32")
             reader.row(key, value, "gradients are accumulated in reduce_dtype", "kept" if is_same else "differs")
@@ -167,7 +166,8 @@ def _translate_zero(reader: Reader, top: Mapping[Any, Any]) -> None:
     for name in ("offload_optimizer", "offload_param"):
         _refuse_offload(reader, f"{prefix}{name}", block.get(name))
 
-    compute_dtype = reader.zero.get("compute_dtype", "bfloat16" if "bf16" in top or "bfloat16" in top else "float32")
+    is_half = any(name in top for name in ("bf16", "bfloat16")) or top.get("fp16", {}).get("enabled") == "auto"
+    compute_dtype = reader.zero.get("compute_dtype", "bfloat16" if is_half else "float32")
     reduce_dtype = _translate_reduce_dtype(reader, top) or compute_dtype
     _translate_bucket(reader, block, "reduce_bucket_size", "bucket_bytes", reduce_dtype, minimum_bytes=1)
     _translate_bucket(reader, block, "stage3_prefetch_bucket_size", "prefetch_bytes", compute_dtype, minimum_bytes=0)
@@ -194,7 +194,7 @@ def _translate_reduce_dtype(reader: Reader, top: Mapping[Any, Any]) -> str | Non
     value = top["communication_data_type"]
     dtype = _DTYPES.get(value.lower()) if isinstance(value, str) else None
     if dtype is None:
-        raise reader.error("communication_data_type", value, "is not supported; use fp32, bf16 or null")
+        raise reader.error("communication_data_type", value, "is not supported; use fp32, bf16, fp16 or null")
     reader.zero["reduce_dtype"] = dtype
     reader.row("communication_data_type", value, f"reduce_dtype={dtype}")
     return dtype

@@ -172,12 +172,14 @@ TOP_KEYS = frozenset({*TOP_RULES, *_TOP_TRANSLATED})
 """The top-level keys by which a DeepSpeed config is recognised."""
 
 FP16_RULES = {
-    key: Rule("kept", "not used: float16 is not supported yet")
-    for key in (
-        *("auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads", "fused_mode", "hysteresis"),
-        *("initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale"),
-    )
+    "auto_cast": _flag("differs", "the Trainer's and accelerate's autocast casts inputs", None),
+    "fp16_master_weights_and_grads": _flag("refused", "masters are float32 here; set it to false"),
+    "fused_mode": _flag("differs", "gradients are unscaled once, before the optimizer's step", None),
 }
+FP16_TRANSLATED = (
+    *("consecutive_hysteresis", "hysteresis", "initial_scale_power"),
+    *("loss_scale", "loss_scale_window", "min_loss_scale"),
+)
 BF16_RULES = {
     "bf16_master_weights_and_grads": _flag(
         "refused", "is not supported; load the model in bfloat16 and set it to false"

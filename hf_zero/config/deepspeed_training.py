@@ -1,4 +1,4 @@
-"""What a DeepSpeed file says about training, as arguments of the Trainer: batch sizes, optimizer, scheduler."""
+"""What a DeepSpeed file says about training: loss scaling, and arguments of the Trainer (batch sizes, optimizer, scheduler)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,69 @@ from typing import Any
 from hf_zero.config.deepspeed_reader import ABSENT, FROM_TRAINER, Reader
 from hf_zero.config.deepspeed_rules import (
     ADAM_RULES,
+    FP16_RULES,
+    FP16_TRANSLATED,
     OPTIMIZER_PARAMS,
     OPTIMIZERS,
     SCHEDULER_RULES,
     SCHEDULERS,
 )
+
+
+def translate_fp16(reader: Reader, top: Mapping[Any, Any]) -> bool:
+    """The block `fp16`; returns whether it is on. The scale is DeepSpeed's also where the Trainer decides ("auto")."""
+    if "fp16" not in top:
+        return False
+    block = reader.block("fp16", top["fp16"])
+    reader.refuse_unknown("fp16.", block, {"enabled", *FP16_RULES, *FP16_TRANSLATED})
+    enabled = block.get("enabled", False)
+    is_open = enabled == "auto"
+    if is_open:
+        reader.row("fp16.enabled", enabled, FROM_TRAINER)
+    elif reader.flag("fp16.enabled", enabled):
+        reader.zero["compute_dtype"], reader.training["fp16"] = "float16", True
+        reader.row("fp16.enabled", enabled, "compute_dtype=float16, fp16=True")
+    else:
+        reader.row("fp16.enabled", enabled, "")
+    if not enabled:
+        for name in block.keys() - {"enabled"}:
+            reader.row(f"fp16.{name}", block[name], "not used: fp16 is off")
+        return False
+    _translate_loss_scale(reader, block)
+    reader.judge("fp16.", block, FP16_RULES)
+    return not is_open
+
+
+def _translate_loss_scale(reader: Reader, block: Mapping[Any, Any]) -> None:
+    """DeepSpeed's scaler has other defaults than torch's, so that all of them are written down."""
+    given = {name: value for name, value in block.items() if value is not None}
+    static = float(reader.number("fp16.loss_scale", given.get("loss_scale", 0)))
+    scale: dict[str, Any] = {
+        "initial": static or 2.0 ** reader.count("fp16.initial_scale_power", given.get("initial_scale_power", 16)),
+        "window": reader.count("fp16.loss_scale_window", given.get("loss_scale_window", 1000), minimum=1),
+        "hysteresis": reader.count("fp16.hysteresis", given.get("hysteresis", 2), minimum=1),
+        "consecutive_hysteresis": reader.flag(
+            "fp16.consecutive_hysteresis", given.get("consecutive_hysteresis", False)
+        ),
+        "minimum": float(reader.number("fp16.min_loss_scale", given.get("min_loss_scale", 1))),
+    }
+    reader.zero["loss_scale"] = static or scale
+    parts = {
+        "consecutive_hysteresis": "consecutive_hysteresis",
+        "hysteresis": "hysteresis",
+        "initial_scale_power": "initial",
+        "loss_scale_window": "window",
+        "min_loss_scale": "minimum",
+    }
+    for name in FP16_TRANSLATED:
+        if name not in block:
+            continue
+        if name == "loss_scale":
+            note = f"loss_scale={static:g}" if static else "the scale is dynamic"
+        else:
+            value = scale[parts[name]]
+            note = "not used: loss_scale is fixed" if static else f"loss_scale.{parts[name]}={value}"
+        reader.row(f"fp16.{name}", block[name], note)
 
 
 def translate_batch(reader: Reader, top: Mapping[Any, Any]) -> None:

@@ -51,12 +51,20 @@ def integer(key: str, value: object, *, minimum: int, maximum: int, advice: str)
     return int(value)
 
 
-def count(key: str, value: object, *, minimum: int) -> int:
-    """A number of elements; 1e5 is accepted too."""
+def count(key: str, value: object, *, minimum: int, unit: str = "elements") -> int:
+    """A number of elements, or of what `unit` says; 1e5 is accepted too."""
     number = _as_number(value)
     if number is None or number != int(number) or not minimum <= number <= _LARGEST:
-        fail(key, value, f"is not a number of elements; use a whole number of at least {minimum}")
+        fail(key, value, f"is not a number of {unit}; use a whole number of at least {minimum}")
     return int(number)
+
+
+def positive(key: str, value: object, *, or_zero: bool = False) -> float:
+    """A number above 0, or not below it."""
+    number = _as_number(value)
+    if number is None or number < 0 or (number == 0 and not or_zero):
+        fail(key, value, f"is not a number; use one {'of at least 0' if or_zero else 'above 0'}")
+    return float(number)
 
 
 def num_bytes(key: str, value: object, *, minimum: int) -> int:
@@ -88,6 +96,13 @@ def boolean(key: str, value: object) -> bool:
     return value
 
 
+def boolean_or_bytes(key: str, value: object) -> bool | int | str:
+    """True, False, "auto", or a number of bytes above 0."""
+    if isinstance(value, bool) or value == "auto":
+        return value
+    return num_bytes(key, value, minimum=1)
+
+
 def word(key: str, value: object, *, words: tuple[str, ...]) -> str:
     """One of `words`."""
     if not isinstance(value, str) or value not in words:
@@ -101,11 +116,16 @@ def dtype(key: str, value: object, *, words: tuple[str, ...]) -> str:
     is_torch_dtype = (type(value).__module__, type(value).__name__) == ("torch", "dtype")
     name = str(value).removeprefix("torch.") if isinstance(value, str) or is_torch_dtype else None
     name = _DTYPE_ALIASES.get(name, name) if name is not None else None
-    if name == "float16":
-        fail(key, value, "with its loss scaling is not supported yet; use bfloat16")
     if name not in words:
         fail(key, value, f"is not one of the choices; use {', '.join(words)}")
     return name
+
+
+def names(key: str, value: object) -> tuple[str, ...]:
+    """A list of names."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) and name for name in value):
+        fail(key, value, "is not a list of names; write for example [LlamaRMSNorm]")
+    return tuple(value)
 
 
 def collectives(key: str, value: object) -> str:

@@ -17,12 +17,15 @@ from typing import Any, Literal
 
 from hf_zero.config import deepspeed, deepspeed_rules, files, values
 from hf_zero.config.deepspeed_reader import ImportRow
+from hf_zero.config.loss_scale import LossScale
+from hf_zero.config.units import UnitGrouping
 from hf_zero.errors import ConfigError
 
 __all__ = [
     "COLLECTIVES_VARIABLE",
     "DeepSpeedImport",
     "ImportRow",
+    "LossScale",
     "StagePolicy",
     "UnitGrouping",
     "ZeroConfig",
@@ -61,67 +64,12 @@ _POLICIES = (
 )
 
 
-@dataclass(frozen=True)
-class UnitGrouping:
-    """Which modules become units, the sets of parameters that are gathered together.
-
-    Attributes:
-        class_names: every module of one of these classes is a unit, for example ("LlamaDecoderLayer",).
-        min_numel: modules become units, bottom-up, once they hold at least this many elements.
-
-    With neither, units are found automatically ("auto": repeated blocks, embeddings, the head).
-    """
-
-    class_names: tuple[str, ...] = ()
-    min_numel: int | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.class_names, str) or not isinstance(self.class_names, (list, tuple)):
-            values.fail(
-                "units", self.class_names, "is not a list of class names; write for example [LlamaDecoderLayer]"
-            )
-        for name in self.class_names:
-            if not isinstance(name, str) or not name.isidentifier():
-                values.fail("units", name, "is not the name of a class; write for example [LlamaDecoderLayer]")
-        object.__setattr__(self, "class_names", tuple(self.class_names))
-        if self.min_numel is not None:
-            object.__setattr__(self, "min_numel", values.count("units.min_numel", self.min_numel, minimum=1))
-        if self.class_names and self.min_numel is not None:
-            values.fail("units", self.to_value(), "has both class names and min_numel; keep one")
-
-    @classmethod
-    def from_value(cls, value: object) -> UnitGrouping:
-        """The grouping that a YAML form describes: `auto`, `[LlamaDecoderLayer]` or `{min_numel: 1000000}`.
-
-        Raises:
-            ConfigError: the value is none of these.
-        """
-        forms = "use auto, a list of class names such as [LlamaDecoderLayer], or {min_numel: 1000000}"
-        if isinstance(value, UnitGrouping):
-            return value
-        if isinstance(value, str) and value == "auto":
-            return cls()
-        if isinstance(value, (list, tuple)) and value:
-            return cls(class_names=tuple(value))
-        if isinstance(value, Mapping) and list(value) == ["min_numel"] and value["min_numel"] is not None:
-            return cls(min_numel=value["min_numel"])
-        values.fail("units", value, f"is not understood; {forms}")
-
-    def to_value(self) -> object:
-        """The YAML form that `from_value` reads back."""
-        if self.class_names and self.min_numel is not None:
-            return {"class_names": list(self.class_names), "min_numel": self.min_numel}
-        if self.min_numel is not None:
-            return {"min_numel": self.min_numel}
-        return list(self.class_names) or "auto"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """How a model is partitioned over the ranks; validated on creation.
 
     Byte fields also accept strings ("64MiB", "1GiB", "500MB", "5e7") and hold bytes afterwards. Dtype fields also accept
-    "bf16", "fp32" and torch dtypes. `units` also accepts its YAML forms.
+    "bf16", "fp16", "fp32" and torch dtypes. `units` also accepts its YAML forms.
 
     Attributes:
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
@@ -132,7 +80,10 @@ class ZeroConfig:
             backward uses them first. 0: none.
         bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
             rounds of at most this size.
-        compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 flag.
+        compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 or fp16 flag.
+        keep_fp32: classes of modules ("LlamaRMSNorm"), or their names with wildcards ("*.router"), that compute in float32
+            all the same, with all that is in them; see `hf_zero.engine.float32_modules`.
+        loss_scale: how the loss is scaled where the compute dtype is float16; also accepts its YAML forms.
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
         reduce_dtype: dtype in which gradients are added up across ranks; "auto": the compute dtype.
         gradient_reduction: whether gradients are averaged or summed over the ranks.
@@ -144,6 +95,8 @@ class ZeroConfig:
             whole gradients and keeps the rank's rows, "to_owner" reduces each rank's rows to it, with one reduce per rank.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
             (stage 3 only). This saves one gather, and takes the memory of all parameters.
+        gather_for_generation: whether `generate` gathers parameters once for the whole call, not for every token (stage 3
+            only): True, False, the bytes that they may take, or "auto", half of what is free on the rank that has least.
         replicate: replicas of the model ("hybrid"): parameters are cut over the ranks of one replica only, so that rows never
             leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
         optimizer_on: what optimizers step on: "rows" of each rank, which is right for elementwise ones alone; "whole"
@@ -161,14 +114,17 @@ class ZeroConfig:
     keep_whole_numel: int = 0
     prefetch_bytes: int = 64 * 2**20
     bucket_bytes: int = 64 * 2**20
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    keep_fp32: tuple[str, ...] = ()
+    loss_scale: LossScale = LossScale()
     master_dtype: Literal["auto", "float32"] = "float32"
-    reduce_dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    reduce_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     gradient_reduction: Literal["mean", "sum"] = "mean"
     collectives: Literal["auto", "native", "pairwise", "host"] = "auto"
     timeout_s: float = 120.0
     reduce_scatter: bool | Literal["to_owner"] = True
     reshard_after_forward: bool = True
+    gather_for_generation: bool | int | Literal["auto"] = "auto"
     replicate: int = 1
     optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
@@ -249,7 +205,8 @@ class ZeroConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values that YAML and JSON can hold; `from_dict` gives the same config back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {"units": self.units.to_value()}
+        forms = {"units": self.units.to_value(), "loss_scale": self.loss_scale.to_value()}
+        return values | forms | {"keep_fp32": list(self.keep_fp32)}
 
     def replace(self, **changes: Any) -> ZeroConfig:
         """A copy with some fields changed, validated again."""
@@ -322,14 +279,17 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "keep_whole_numel": partial(values.count, minimum=0),
     "prefetch_bytes": partial(values.num_bytes, minimum=0),
     "bucket_bytes": partial(values.num_bytes, minimum=1),
-    "compute_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16")),
+    "compute_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16", "float16")),
+    "keep_fp32": values.names,
+    "loss_scale": lambda key, value: LossScale.from_value(value),
     "master_dtype": partial(values.dtype, words=("auto", "float32")),
-    "reduce_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16")),
+    "reduce_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16", "float16")),
     "gradient_reduction": partial(values.word, words=("mean", "sum")),
     "collectives": values.collectives,
     "timeout_s": values.seconds,
     "reduce_scatter": values.reduce_scatter,
     "reshard_after_forward": values.boolean,
+    "gather_for_generation": values.boolean_or_bytes,
     "replicate": partial(values.count, minimum=1),
     "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,

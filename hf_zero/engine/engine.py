@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.backward import Backward, PlainBackward
 from hf_zero.engine.call import Entry
+from hf_zero.engine.float32_modules import compute_in_float32, kept_parameters
 from hf_zero.engine.gathering import Gathering
 from hf_zero.engine.grouping import Found, find_parameters, group
 from hf_zero.engine.hooks import EntryHooks, Hook
@@ -37,20 +38,8 @@ from hf_zero.errors import PartitionError, UsageError
 logger = logging.getLogger(__name__)
 
 
-class _Counter:
-    """Numbers engines as they are made."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def next(self) -> int:
-        """The next number, from 0."""
-        self.made += 1
-        return self.made - 1
-
-
 _live_engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
-_numbers = _Counter()
+_numbers: list[int] = []  # of the engines that this process has made
 
 
 class ZeroEngine:
@@ -73,7 +62,8 @@ class ZeroEngine:
 
     def __init__(self, model: nn.Module, world: World, copied_as: Any = None) -> None:
         self.world = world
-        self.number = _numbers.next()
+        self.number = len(_numbers)
+        _numbers.append(self.number)
         self._copied_as = copied_as
         self._model = weakref.ref(model)
         self._handles: list[Any] = []
@@ -83,7 +73,8 @@ class ZeroEngine:
         self._unit_of: dict[int, Unit] = {}
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
         with torch.inference_mode(False):
-            self.parameters = [self._known(found) for found in find_parameters(model)]
+            kept = kept_parameters(model, world.config)
+            self.parameters = [self._known(found, found.param in kept) for found in find_parameters(model)]
             self._by_param = {id(p.param): p for p in self.parameters}
             self.gathering = Gathering(world, self.parameters)
             make_backward = PlainBackward if self._is_plain() else Backward
@@ -95,7 +86,7 @@ class ZeroEngine:
 
     # --- building -----------------------------------------------------------------------------------------------
 
-    def _known(self, found: Found) -> ZeroParameter:
+    def _known(self, found: Found, keeps_float32: bool) -> ZeroParameter:
         param, world = found.param, self.world
         layout = world.layout_of(param)
         made_in = getattr(param, "_zero_made_in", param.dtype)
@@ -105,7 +96,7 @@ class ZeroEngine:
             holders=[(weakref.ref(module), name) for module, name in found.locations],
             layout=layout,
             rank=world.shard_rank,
-            compute_dtype=world.precision.compute_for(made_in),
+            compute_dtype=world.precision.compute_for(made_in, keeps_float32),
             averages=world.config.gradient_reduction == "mean",
             aliases=found.names[1:],
         )
@@ -128,6 +119,7 @@ class ZeroEngine:
             self._handles.append(
                 module.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
             )
+        self._handles += compute_in_float32(model, self.world.config)
         self._structure = _structure_of(model)
         self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
@@ -225,6 +217,8 @@ class ZeroEngine:
         return None if hooks is None else hooks.before(module, args, kwargs)
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._roots and self.gathering.has_nothing_to_do():
+            return None
         if self._roots and is_running(self._roots[0]) < self._roots.count(self._roots[0]) + (module is self._roots[0]):
             self._abandon_forward()  # see `settle`
         self._thread = threading.get_ident()
@@ -272,8 +266,9 @@ class ZeroEngine:
                 )
 
     def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._roots:
-            self._roots.pop()
+        if not self._roots:
+            return  # its parameters were held
+        self._roots.pop()
         if self._roots or torch_compat.in_backward():
             return
         self.gathering.reads.clear()
@@ -381,7 +376,7 @@ def engine_of(model: nn.Module) -> ZeroEngine | None:
 
 def number_of_engines() -> int:
     """How many engines this process has made."""
-    return _numbers.made
+    return len(_numbers)
 
 
 def live_engines() -> list[ZeroEngine]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
@@ -12,7 +14,7 @@ from hf_zero.engine.call import Call
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reading import is_method_running
 from hf_zero.engine.schedule import GatherOrder, first_uses
-from hf_zero.engine.unit import GatheredMemory, Residency, Unit
+from hf_zero.engine.unit import GatheredMemory, Lease, Residency, Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import UsageError
 
@@ -44,6 +46,7 @@ class Gathering:
         self.reads: dict[tuple[int, bool], Tensor] = {}
         self.is_refreshed = world.partitions
         self.num_steps = 0
+        self._held: list[Lease] = []  # of all units
         self._world = world
         self._parameters = parameters
         self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
@@ -134,6 +137,45 @@ class Gathering:
             if num_bytes <= config.prefetch_bytes or not config.reshard_after_forward
         }
 
+    @contextlib.contextmanager
+    def holding_all(self) -> Iterator[None]:
+        """Within: modules see whole parameters, so that forwards without gradients gather nothing, on any number of ranks.
+
+        Until a parameter is edited, or a forward needs a graph: from then on all forwards gather as ever.
+        """
+        self.begin_read()
+        try:
+            for unit, coming in zip(self.units, [*self.units[1:], None], strict=True):
+                for each in (unit, coming):  # one ahead
+                    if each is not None and each.residency is Residency.RELEASED:
+                        each.start_gather()
+                self._held.append(unit.acquire())
+                for p, whole in zip(unit.parameters, unit.whole_tensors(), strict=True):
+                    p.push(self._held, whole)
+            yield
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """End `holding_all`."""
+        if self._held:
+            for p in self._parameters:
+                p.pop(self._held)
+            for lease in self._held:
+                lease.give_back()
+            self._held.clear()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether modules see whole parameters outside their calls, see `holding_all`."""
+        return bool(self._held)
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether a forward that begins finds all that it needs in the modules."""
+        if self._held and torch.is_grad_enabled():
+            self.let_go()
+        return bool(self._held)
+
     # --- changes of parameters ----------------------------------------------------------------------------------
 
     def before_step(self, optimizer: object) -> None:
@@ -148,6 +190,7 @@ class Gathering:
         if self._stepping is None or self._has_read:  # a step has met already, unless it has run the model since
             self._before_write(f"an edit of {p.name!r}")
         self._edited[p] = None
+        self.let_go()
 
     def _before_write(self, what: str) -> None:
         self._has_read = False
@@ -165,6 +208,8 @@ class Gathering:
     def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
         """These parameters have new rows, on every rank: whole tensors are gathered again."""
         chosen = set(map(id, changed))
+        if chosen:
+            self.let_go()
         self._edited = {p: None for p in self._edited if id(p) not in chosen}
         for unit in map(self.units.__getitem__, first_uses(self.reductions)):
             members = [p for p in unit.parameters if id(p) in chosen]

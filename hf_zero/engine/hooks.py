@@ -68,6 +68,8 @@ class EntryHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The pre-hook: make the units whole, and put them into the modules."""
         entry, backward = self.entry, self._backward()
+        if backward is not None and not entry.stack and backward.gathering.has_nothing_to_do():
+            return None
         if entry.stack and entry.backward_call is None and is_running(module) <= len(entry.stack):
             entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
         is_inside = entry.backward_call is not None or bool(entry.stack)

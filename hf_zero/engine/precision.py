@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.config.zero_config import ZeroConfig
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,11 @@ class Precision:
         """Read the three dtypes of `config`; "auto" becomes None."""
         return cls(*(_DTYPES.get(name) for name in (config.compute_dtype, config.master_dtype, config.reduce_dtype)))
 
-    def compute_for(self, dtype: torch.dtype) -> torch.dtype:
-        """The compute dtype of a parameter that was made in `dtype`."""
-        return self.compute if self.compute is not None and dtype.is_floating_point else dtype
+    def compute_for(self, dtype: torch.dtype, keeps_float32: bool = False) -> torch.dtype:
+        """The compute dtype of a parameter that was made in `dtype`, or of one in a module that computes in float32."""
+        if not dtype.is_floating_point:
+            return dtype
+        return torch.promote_types(dtype, torch.float32) if keeps_float32 else self.compute or dtype
 
     def master_for(self, dtype: torch.dtype, requires_grad: bool) -> torch.dtype:
         """The dtype at rest of a parameter that was made in `dtype`; a frozen one needs no master."""

@@ -6,7 +6,7 @@
 - `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
 - `save_pretrained`: writes whole weights.
 - `resize_token_embeddings`: sees whole embeddings; what it creates is partitioned by the next `shard_model`.
-- `generate`: keeps the ranks in step while any of them still generates, because all must gather together (stage 3).
+- `generate`: gathers once for the whole call, or keeps the ranks in step while any of them still generates (stage 3).
 
 The methods are bound to the model, so a deep copy of it gets its own.
 """
@@ -21,11 +21,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.checkpoint.export import save_by_library, save_whole, world_of_model
+from hf_zero.checkpoint.export import save_by_library, save_whole
 from hf_zero.checkpoint.model_plan import saves_given_state
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.world import World
+from hf_zero.sharding.generation import generate
 
 _METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
 
@@ -47,7 +48,7 @@ def attach(model: nn.Module, world: World) -> None:
     if hasattr(type(model), "resize_token_embeddings"):
         attributes["resize_token_embeddings"] = types.MethodType(_resize_token_embeddings, model)
     if hasattr(type(model), "generate"):
-        attributes["generate"] = types.MethodType(_generate, model)
+        attributes["generate"] = types.MethodType(generate, model)
 
 
 def detach(model: nn.Module) -> None:
@@ -76,14 +77,6 @@ def _save_pretrained(
 def _save_pretrained_of_library(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """`save_pretrained` that reads the model itself; all ranks must call it."""
     save_by_library(self, functools.partial(type(self).save_pretrained, self, *args, **kwargs))  # type: ignore[attr-defined]
-
-
-def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`generate`; if parameters have to be gathered, every rank continues until all have finished."""
-    world = world_of_model(self)
-    if world is not None and world.config.policy.shards_parameters:
-        kwargs["synced_gpus"] = True
-    return type(self).generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

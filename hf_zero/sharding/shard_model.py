@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
+from hf_zero.engine.float32_modules import find_modules
 from hf_zero.engine.grouping import Found, find_parameters, named_blocks
 from hf_zero.engine.hooks import Hook
 from hf_zero.engine.optimizers import hear_of_steps
@@ -84,8 +85,10 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
 
     Inference mode is off here: a first forward may run in it, and parameters made in it could never be trained.
     """
-    named_blocks(model, world.config.units)  # raises before anything is changed
+    named_blocks(model, world.config.units)  # these two raise before anything is changed
+    find_modules(model, world.config)
     hear_of_steps()
+    torch_compat.agree_on_every_overflow()
     if world.num_ranks > 1:
         _refuse_sparse_gradients(model)
         _refuse_parameters_in_lists(model)

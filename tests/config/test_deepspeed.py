@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.config.deepspeed_rules import TOP_KEYS
-from hf_zero.config.zero_config import ZeroConfig, load_with_import, read_deepspeed
+from hf_zero.config.zero_config import LossScale, ZeroConfig, load_with_import, read_deepspeed
 from hf_zero.errors import ConfigError
 from tests.config.test_zero_config import MIB, write
 
@@ -109,7 +109,7 @@ def test_deepspeed_file_of_the_transformers_documentation_imports_unchanged(tmp_
     path = write(tmp_path, "ds.json", json.dumps(HF_STAGE3))
     config, imported = load_with_import(path)
     assert imported is not None and imported.config == config == ZeroConfig.load(path) == ZeroConfig.from_file(path)
-    assert config == ZeroConfig(stage=3)
+    assert config == ZeroConfig(stage=3, loss_scale=LossScale(2.0**16, 1000, 2, minimum=1.0))
     assert imported.training == {"optim": "adamw_torch_fused", "lr_scheduler_type": "constant_with_warmup"}
     rows = {row.key for row in imported.rows}
     pinned = {"zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory"}
@@ -238,6 +238,34 @@ def test_deepspeed_smallest_sizes_are_still_sizes() -> None:
 def test_deepspeed_precision_block_without_enabled_is_off() -> None:
     imported = read_deepspeed({"bf16": {}, "fp16": {"loss_scale": 0}})
     assert imported.training == {"bf16": False} and imported.config.compute_dtype == "float32"
+
+
+@pytest.mark.parametrize("enabled", [True, "auto"])
+def test_deepspeed_fp16_block_is_a_loss_scale_with_deepspeeds_defaults(enabled: object) -> None:
+    imported = read_deepspeed({"fp16": {"enabled": enabled}})
+    assert imported.config.loss_scale == LossScale(2.0**16, 1000, 2, False, 1.0)
+    is_on = enabled is True
+    assert imported.config.compute_dtype == ("float16" if is_on else "auto")
+    assert imported.training == ({"fp16": True} if is_on else {})
+    block = {"initial_scale_power": 10, "loss_scale_window": 50, "hysteresis": 3, "min_loss_scale": 4}
+    imported = read_deepspeed({"fp16": {"enabled": enabled, "loss_scale": 0, "consecutive_hysteresis": True, **block}})
+    assert imported.config.loss_scale == LossScale(1024.0, 50, 3, True, 4.0)
+    notes = {row.key: (row.status, row.note) for row in imported.rows}
+    assert notes["fp16.loss_scale_window"] == ("kept", "loss_scale.window=50")
+
+
+def test_deepspeed_fp16_fixed_scale_and_float16_exchanges() -> None:
+    block = {"enabled": True, "loss_scale": 128, "hysteresis": 2, "auto_cast": True}
+    imported = read_deepspeed({"fp16": block, "bf16": {"enabled": False}, "communication_data_type": "fp16"})
+    config = imported.config
+    assert (config.loss_scale, config.compute_dtype, config.reduce_dtype) == (
+        LossScale(128.0, None),
+        "float16",
+        "float16",
+    )
+    notes = {row.key: (row.status, row.note) for row in imported.rows}
+    assert notes["fp16.hysteresis"] == ("kept", "not used: loss_scale is fixed")
+    assert notes["fp16.auto_cast"][0] == "differs"
 
 
 def test_deepspeed_auto_is_taken_from_the_trainer_and_said_so() -> None:
@@ -495,12 +523,16 @@ def test_deepspeed_default_that_is_not_ours_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"fp16": {"enabled": True}}, "'fp16.enabled': True: float16 .* not supported yet; use bf16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "'bf16.enabled': True: fp16.enabled is true as well"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "'fp16.hysteresis': 0: is not a number of at least 1"),
+        ({"fp16": {"enabled": True, "loss_scale": "big"}}, "'fp16.loss_scale': 'big': is not a number"),
+        ({"fp16": {"enabled": "auto", "fp16_master_weights_and_grads": True}}, "masters are float32 here"),
+        ({"fp16": {"enabled": True, "scale": 1}}, "unknown key 'fp16.scale'"),
         ({"bf16": {"enabled": 1}}, "'bf16.enabled': 1: is not a boolean"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_master_weights_and_grads"),
         ({"bf16": True}, "'bf16': True: is not a block"),
-        ({"communication_data_type": "fp16"}, "'communication_data_type': 'fp16'"),
-        ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype"),
+        ({"communication_data_type": "fp8"}, "'communication_data_type': 'fp8'"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype"),
         ({"gradient_clipping": -1}, "'gradient_clipping': -1: is not a number of at least 0"),
         ({"gradient_clipping": True}, "'gradient_clipping': True"),
         ({"gradient_allreduce_op": "max"}, "use mean or sum"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.config.zero_config import StagePolicy, UnitGrouping, ZeroConfig, read_deepspeed
+from hf_zero.config.zero_config import LossScale, StagePolicy, UnitGrouping, ZeroConfig, read_deepspeed
 from hf_zero.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,16 @@ unit_groupings = st.one_of(
 )
 
 
+loss_scales = st.builds(
+    LossScale,
+    initial=st.floats(1, 2.0**30),
+    window=st.none() | st.integers(1, 10**6),
+    hysteresis=st.integers(1, 9),
+    consecutive_hysteresis=st.booleans(),
+    minimum=st.floats(0, 1),
+)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> ZeroConfig:
     stage = draw(st.integers(0, 3))
@@ -38,14 +49,17 @@ def configs(draw: st.DrawFn) -> ZeroConfig:
         keep_whole_numel=draw(st.integers(0, 2**40)),
         prefetch_bytes=draw(st.integers(0, 2**63 - 1)),
         bucket_bytes=draw(st.integers(1, 2**63 - 1)),
-        compute_dtype=draw(st.sampled_from(("auto", "float32", "bfloat16"))),
+        compute_dtype=draw(st.sampled_from(("auto", "float32", "bfloat16", "float16"))),
+        keep_fp32=tuple(draw(st.lists(st.sampled_from(("LlamaRMSNorm", "*.gate"))))),
+        loss_scale=draw(loss_scales),
         master_dtype=draw(st.sampled_from(("auto", "float32"))),
-        reduce_dtype=draw(st.sampled_from(("auto", "float32", "bfloat16"))),
+        reduce_dtype=draw(st.sampled_from(("auto", "float32", "bfloat16", "float16"))),
         gradient_reduction=draw(st.sampled_from(("mean", "sum"))),
         collectives=draw(st.sampled_from(("auto", "native", "pairwise"))),
         timeout_s=draw(st.floats(1e-6, 1e9)),
         reduce_scatter=draw(st.sampled_from((True, False, "to_owner"))) if stage else True,
         reshard_after_forward=stage < 3 or draw(st.booleans()),
+        gather_for_generation=draw(st.booleans() | st.just("auto") | st.integers(1, 2**63 - 1)),
         expected_world_size=draw(st.none() | st.integers(1, 2**20)),
         async_save=draw(st.booleans()),
     )
@@ -137,11 +151,49 @@ def test_dtype_fp32_is_float32_for_every_dtype_field() -> None:
     assert {config.compute_dtype, config.master_dtype, config.reduce_dtype} == {"float32"}
 
 
-@pytest.mark.parametrize("written", ["float16", "fp16", torch.float16])
-@pytest.mark.parametrize("key", ["compute_dtype", "master_dtype", "reduce_dtype"])
-def test_dtype_float16_is_refused_with_a_way_out(key: str, written: object) -> None:
-    with pytest.raises(ConfigError, match=f"key '{key}': .*not supported yet; use bfloat16"):
-        ZeroConfig.from_dict({key: written})
+@pytest.mark.parametrize("written", ["float16", "fp16", "half", torch.float16])
+def test_dtype_float16_computes_and_reduces_over_float32_masters(written: object) -> None:
+    config = ZeroConfig.from_dict({"compute_dtype": written, "reduce_dtype": written})
+    assert (config.compute_dtype, config.reduce_dtype, config.master_dtype) == ("float16", "float16", "float32")
+    with pytest.raises(ConfigError, match=r"key 'master_dtype': .* is not one of the choices; use auto, float32"):
+        ZeroConfig.from_dict({"master_dtype": written})
+
+
+@pytest.mark.parametrize(
+    ("written", "scale"),
+    [
+        ("dynamic", LossScale()),
+        (1024, LossScale(1024.0, None)),
+        ("1e3", LossScale(1000.0, None)),
+        ({"initial": 256, "window": 10, "hysteresis": 2, "minimum": 1}, LossScale(256.0, 10, 2, minimum=1.0)),
+        ({"consecutive_hysteresis": True}, LossScale(consecutive_hysteresis=True)),
+    ],
+)
+def test_loss_scale_forms(written: object, scale: LossScale) -> None:
+    assert ZeroConfig.from_dict({"loss_scale": written}).loss_scale == scale
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("static", "key 'loss_scale.initial': 'static' is not a number"),
+        (0, "key 'loss_scale.initial': 0 is not a number; use one above 0"),
+        (True, "key 'loss_scale': True is not understood; use dynamic, a number"),
+        ({"window": 0}, "key 'loss_scale.window': 0 is not a number of steps"),
+        ({"hysteresis": 1.5}, "key 'loss_scale.hysteresis': 1.5 is not a number of overflows"),
+        ({"initial": 2, "minimum": 4}, "key 'loss_scale.minimum': 4.0 is above loss_scale.initial, 2"),
+        ({"scale": 2}, "key 'loss_scale': 'scale' is not one of its keys; they are initial, window"),
+    ],
+)
+def test_loss_scale_mistakes_are_named(written: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ZeroConfig.from_dict({"loss_scale": written})
+
+
+@pytest.mark.parametrize("written", ["LlamaRMSNorm", [1], [""], {"LlamaRMSNorm": True}, None])
+def test_keep_fp32_that_is_no_list_of_names_is_refused(written: object) -> None:
+    with pytest.raises(ConfigError, match=r"key 'keep_fp32': .* is not a list of names"):
+        ZeroConfig.from_dict({"keep_fp32": written})
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from hf_zero.engine.optimizers import rebind_optimizer
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, world_of_accelerator
 from hf_zero.integrations.accelerate.data_order import continue_epoch
+from hf_zero.integrations.accelerate.precision import scale_loss, with_mixed_precision
 from hf_zero.sharding.shard_model import shard_model
 
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")  # axes of accelerate's mesh
@@ -65,17 +66,22 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     Args:
         *args: as for `Accelerator`.
         zero_plugin: what to partition with; by default the file that HF_ZERO_CONFIG names.
-        **kwargs: as for `Accelerator`. With `mixed_precision="bf16"`, a `compute_dtype` of "auto" becomes bfloat16. With a
+        **kwargs: as for `Accelerator`. With `mixed_precision` "bf16" or "fp16", a `compute_dtype` of "auto" becomes that; a
+            `compute_dtype` of float16 means `mixed_precision="fp16"`, where the loss is scaled, on CPUs too. With a
             `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut over S ranks, R times.
 
     Raises:
-        ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed, Megatron-LM or fp16.
+        ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed or Megatron-LM.
     """
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         use_cpu_without_accelerator()
         if not torch.accelerator.is_available():
             kwargs["cpu"] = True
+        plugin = zero_plugin or ZeroPlugin()
+        is_open = kwargs.get("mixed_precision") is None and "ACCELERATE_MIXED_PRECISION" not in os.environ
+        if is_open and plugin.config.compute_dtype == "float16":
+            kwargs["mixed_precision"] = "fp16"  # with which accelerate scales the loss
         given = kwargs.get("parallelism_config")
         if kwargs.get("cpu"):
             kwargs.pop("parallelism_config", None)  # accelerate refuses it on CPUs
@@ -84,13 +90,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             raise ConfigError(
                 f"ZeroAccelerator cannot be combined with {self.distributed_type.value}: remove its plugin"
             )
-        if self.mixed_precision == "fp16":
-            raise ConfigError("mixed_precision='fp16' is not supported yet (it needs loss scaling); use 'bf16'")
-        self.zero_plugin = zero_plugin or ZeroPlugin()
-        config = self.zero_plugin.config
-        if self.mixed_precision == "bf16" and config.compute_dtype == "auto":
-            config = config.replace(compute_dtype="bfloat16")
-        self._zero_config = config
+        self.zero_plugin = plugin
+        self._zero_config = with_mixed_precision(plugin.config, self.mixed_precision)
+        scale_loss(self, self._zero_config)
         self._zero_mesh = self.zero_plugin.mesh or _mesh_of(self, given)
         self._resumed: list[Any] = []  # loaders that have yet to continue the epoch in which the state was saved
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.utils import load, save
+from accelerate.utils import SCALER_NAME, load, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -318,6 +318,11 @@ def _check_files(
     ]
     for index in range(len(accelerator._schedulers)):
         _read_small(folder / f"{_numbered(_SCHEDULER, index)}.bin", kwargs)
+    if accelerator.scaler is not None and SCALER_NAME not in manifest.files:
+        raise CheckpointError(
+            f"{folder / SCALER_NAME} is missing: the state was saved without loss scaling, so it cannot go on in float16; load "
+            "it in the precision that it was saved in"
+        )
     count = sum(re.fullmatch(rf"{_CUSTOM}_\d+\.pkl", name) is not None for name in manifest.files)
     if count != len(accelerator._custom_objects):
         raise CheckpointError(

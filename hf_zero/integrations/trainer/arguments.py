@@ -22,6 +22,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.summary import summary
 from hf_zero.errors import ConfigError, UsageError
 from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
+from hf_zero.integrations.accelerate.precision import with_mixed_precision
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.sharding import init
@@ -42,7 +43,7 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
 
     Args:
         zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
-            `bf16=True`, a `compute_dtype` of "auto" becomes bfloat16.
+            `bf16=True` or `fp16=True`, a `compute_dtype` of "auto" becomes that; a `compute_dtype` of float16 sets `fp16`.
         zero_weights_only: `train(resume_from_checkpoint=...)` starts anew, at step 0 with a fresh optimizer, from the
             weights of the checkpoint.
         zero_any_batch: resume from a checkpoint that was written with another number of samples per step, although
@@ -107,6 +108,8 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     config = args.zero_config = _read_config(args)
     if config is not None:
         _check_combination(args)  # before transformers starts what cannot be combined
+        if config.compute_dtype == "float16" and not args.bf16:
+            args.fp16 = True  # with which the Trainer scales the loss
         if not torch.accelerator.is_available():
             args.use_cpu = True  # else transformers refuses bf16
     elif args.deepspeed and importlib.util.find_spec("deepspeed") is None:
@@ -116,8 +119,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     make()
     if config is None:
         return
-    if args.bf16 and config.compute_dtype == "auto":
-        config = args.zero_config = config.replace(compute_dtype="bfloat16")
+    config = args.zero_config = with_mixed_precision(config, args.mixed_precision)
     _ = args.device  # starts the process group
     init.activate(config, args.device)
     patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
@@ -156,8 +158,6 @@ def _check_combination(args: TrainingArguments) -> None:
         )
     if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
         raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
-    if args.fp16:
-        raise ConfigError("fp16 is not supported with zero yet (it needs loss scaling); use bf16=True")
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
             raise ConfigError(f"{name} casts the parameters that are being trained; use compute_dtype in zero instead")

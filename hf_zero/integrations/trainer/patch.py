@@ -3,8 +3,8 @@
 Nothing changes for a Trainer whose arguments, callbacks and model have nothing to do with hf_zero. These are wrapped:
 
 - `__init__`: before it runs, the model gets its engine (a Trainer reads at construction whether a model is sharded), what
-  cannot work is refused, a user's optimizer is rebound, and the callback is attached. Subclasses such as TRL's get here
-  too, with their final model.
+  cannot work is refused, a user's optimizer is rebound, and the callback is attached. After it, fp16 gets its loss scaler.
+  Subclasses such as TRL's get here too, with their final model.
 - `call_model_init`: the model of `model_init` gets its engine.
 - `train`: finds and verifies the checkpoint to resume from.
 - `_save`: a model without a `save_pretrained` is saved by all ranks.
@@ -28,6 +28,7 @@ from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.optimizers import rebind_optimizer
 from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.integrations.accelerate.precision import scale_loss
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.sharding.init import is_partitioned
@@ -86,6 +87,9 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
             given["callbacks"] = [*callbacks, callback]
         with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None):
             original(*bound.args, **bound.kwargs)
+        engine = engine_under(self.model)
+        if engine is not None:
+            scale_loss(self.accelerator, engine.world.config)
         for entry in self.callback_handler.callbacks:
             if isinstance(entry, callback):
                 entry.signal_saves = trainer_checkpoint.signal_saves(self)  # type: ignore[attr-defined]

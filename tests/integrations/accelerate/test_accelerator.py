@@ -363,15 +363,6 @@ def test_infinite_norm_is_that_of_all_rows_on_every_rank() -> None:
         assert after == pytest.approx(before, rel=1e-4)
 
 
-def refuse_fp16() -> tuple[str, str]:
-    return refused(lambda: make_accelerator(Loop(mixed_precision="fp16")))
-
-
-def test_fp16_is_a_config_error() -> None:
-    kind, text = run_alone(refuse_fp16)
-    assert (kind, "use 'bf16'" in text) == ("ConfigError", True)
-
-
 def train_alone_with_accelerate(is_ours: bool) -> list[float]:
     random.seed(0)
     plugin = {"zero_plugin": zero.ZeroPlugin(stage=3)} if is_ours else {}

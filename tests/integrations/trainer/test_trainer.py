@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import subprocess
@@ -32,6 +33,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -333,6 +335,52 @@ def test_bf16_computes_in_bfloat16_on_fp32_masters(folder: str) -> None:
             "states": {torch.float32},
             "are_rows": True,
         }
+
+
+@undone
+def train_in_float16(folder: str, stage: int) -> dict[str, Any]:
+    """With an overflow at the second step, and again from a checkpoint after the third."""
+    half = {
+        "stage": stage,
+        "collectives": COLLECTIVES,
+        "compute_dtype": "float16",
+        "loss_scale": {"initial": 1024, "window": 2},
+    }
+    out = f"{folder}/half{stage}"
+    args = arguments(folder, stage, zero=half, max_steps=6, output_dir=out, save_strategy="steps", save_steps=3)
+    runs = []
+    for checkpoint in (None, f"{out}/checkpoint-3"):
+        scales = []
+
+        class Watch(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                scales.append(trainer.accelerator.scaler.get_scale())
+
+        class Overflowing(Trainer):
+            def compute_loss(self, *given: Any, **named: Any) -> Any:
+                loss = super().compute_loss(*given, **named)
+                return loss * (float("inf") if (self.state.global_step, dist.get_rank()) == (1, 1) else 1.0)
+
+        model = loaded(folder)
+        trainer = Overflowing(
+            model=model, args=args, train_dataset=dataset(), data_collator=collate, callbacks=[Watch()]
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((scales, [entry["loss"] for entry in logs], [entry["grad_norm"] for entry in logs]))
+    return {"fp16": args.fp16, "config": args.zero_config.compute_dtype, "runs": runs}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_scales_the_loss_skips_on_all_ranks_and_resumes_with_its_scale(folder: str, stage: int) -> None:
+    (first, second) = run_ranks(train_in_float16, 2, folder, stage)
+    assert first["runs"][0][0] == second["runs"][0][0] == [1024.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]
+    for seen in (first, second):
+        assert (seen["fp16"], seen["config"]) == (True, "float16")
+        (scales, losses, norms), (scales_again, losses_again, norms_again) = seen["runs"]
+        assert scales_again == scales[3:]
+        assert losses_again[-3:] == losses[3:] and norms_again[-3:] == norms[3:]
+        assert not math.isfinite(norms[1]) and max(norms[2:]) < 100
 
 
 @undone
@@ -755,7 +803,7 @@ def refuse_combinations(folder: str) -> dict[str, tuple[str, str]]:
     config: Values = {"stage": 3, "collectives": COLLECTIVES}
     cases: dict[str, Values] = {
         "world_size": {"zero": config | {"expected_world_size": 4}},
-        "fp16": {"fp16": True},
+        "fp16": {"bf16": True, "zero": config | {"compute_dtype": "float16"}},
         "fsdp": {"fsdp": "full_shard"},
         "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}},
         "lomo": {"optim": "lomo"},
@@ -770,7 +818,7 @@ def refuse_combinations(folder: str) -> dict[str, tuple[str, str]]:
 def test_what_cannot_be_combined_is_a_config_error_on_all_ranks(folder: str) -> None:
     words = {
         "world_size": "expected_world_size is 4, but 2 processes run",
-        "fp16": "bf16=True",
+        "fp16": "compute_dtype is float16, but mixed precision is 'bf16'",
         "fsdp": "cannot be combined with fsdp or deepspeed",
         "deepspeed": "cannot be combined with fsdp or deepspeed",
         "lomo": "while the backward runs",

@@ -1,0 +1,104 @@
+"""`generate` of a model whose parameters are gathered for each use: whole for the whole call, or every rank in step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.checkpoint.export import world_of_model
+from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.engine.world import World
+from hf_zero.errors import CollectiveError
+
+# A rank that has nobody to gather with must not find out only after `timeout_s`, which is made for slow exchanges. Ranks
+# are further apart here than in an exchange: one may have written a file, or scored what was generated before.
+_LATEST_S = 30.0
+_MEMINFO = Path("/proc/meminfo")
+
+
+def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`generate`; all ranks call it, unless their parameters are whole anyway.
+
+    Where memory allows (`gather_for_generation`), parameters are gathered once for all tokens, and each rank generates by
+    itself. Otherwise they are gathered for every token, and every rank goes on until all have finished.
+
+    Raises:
+        CollectiveError: a rank has not called it.
+    """
+    original = type(self).generate  # type: ignore[attr-defined]
+    world = world_of_model(self)
+    if world is None or not world.config.policy.shards_parameters or _is_whole(self):
+        return original(self, *args, **kwargs)
+    if not _gathers_once(self, world):
+        return original(self, *args, **kwargs | {"synced_gpus": True})
+    with _whole(self):
+        return original(self, *args, **kwargs | {"synced_gpus": False})
+
+
+def _engine_with(model: nn.Module) -> ZeroEngine | None:
+    """The engine that knows the parameters of a model, or of the model around it (PEFT's), if it has started."""
+    first = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
+    return None if first is None else next((each for each in live_engines() if each.find(first) is not None), None)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    """Whether an outer `generate` has gathered everything, with which all ranks have met."""
+    engine = _engine_with(model)
+    return engine is not None and engine.gathering.is_held
+
+
+def _gathers_once(model: nn.Module, world: World) -> bool:
+    """Meet the other ranks, and decide with them."""
+    wanted = world.config.gather_for_generation
+    free = _free_bytes(world) // 2 if wanted == "auto" else 0
+    try:
+        world.meet("generate", min(_LATEST_S, world.config.timeout_s))
+    except CollectiveError as error:
+        raise CollectiveError(
+            f"{error} In stage 3 every rank must call generate. For a sample on one rank alone, let all ranks enter "
+            "`with zero.GatheredParameters(model):`, and generate on one of them inside."
+        ) from error
+    if isinstance(wanted, bool):
+        return wanted
+    budget = wanted if isinstance(wanted, int) else min(each for (each,) in world.everyone.agree([free], "generate"))
+    engine = _engine_with(model)
+    if engine is not None:
+        return sum(unit.buffer_nbytes for unit in engine.units if unit.is_releasable) <= budget
+    compute = world.precision.compute_for
+    return sum(param.numel() * compute(param.dtype).itemsize for param in model.parameters()) <= budget
+
+
+def _free_bytes(world: World) -> int:
+    """Memory that is free for this rank."""
+    if world.device.type != "cpu":
+        return int(torch.get_device_module(world.device).mem_get_info(world.device)[0])
+    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else []
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", world.num_ranks))
+
+
+@contextlib.contextmanager
+def _whole(model: nn.Module) -> Iterator[None]:
+    """Within: all units stay whole. A model whose engine starts with its first forward holds them after that one."""
+    with contextlib.ExitStack() as stack:
+        engine = _engine_with(model)
+        if engine is not None:
+            stack.enter_context(engine.gathering.holding_all())
+        else:
+            handle = model.register_forward_hook(lambda *_: hold())
+            stack.callback(handle.remove)
+
+            def hold() -> None:
+                handle.remove()
+                started = _engine_with(model)
+                assert started is not None
+                stack.enter_context(started.gathering.holding_all())
+
+        yield
