@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.checkpoint.background import WRITING_S
 from hf_zero.checkpoint.model_state import write_model
-from hf_zero.engine.gathered_parameters import gather_whole
+from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import CheckpointError
 
@@ -101,11 +101,18 @@ def save_whole(
     is_alone = state_dict is None and not hasattr(model, "peft_config") and not kwargs.get("push_to_hub")
     if is_alone and world.share(writes, "who writes") and write_model(model, Path(save_directory), world, **kwargs):
         return
-    if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
-        state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
-    with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.timeout_s)):
-        if writes:
-            original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+    with GatheredParameters(_computed_with(model)):
+        if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
+            state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
+        with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.timeout_s)):
+            if writes:
+                original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+
+
+def _computed_with(model: nn.Module) -> list[nn.Parameter]:
+    """What PEFT runs a forward of when it saves, on rank 0 alone: the encoders of prompts."""
+    encoder = getattr(model, "prompt_encoder", None) if hasattr(model, "peft_config") else None
+    return list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
 
 
 def _names_to_save(model: nn.Module, options: dict[str, Any]) -> set[str] | None:
@@ -121,6 +128,8 @@ def _names_to_save(model: nn.Module, options: dict[str, Any]) -> set[str] | None
     chosen: set[str] = set()
     for adapter in adapters:
         found = get_peft_model_state_dict(model, dict(state), adapter, save_embedding_layers=layers)
+        if adapters[adapter].is_prompt_learning:
+            found.pop("prompt_embeddings", None)  # not of the state dict
         if any(id(value) not in name_of for value in found.values()):
             return None  # computed for saving
         chosen |= {name_of[id(value)] for value in found.values()}

@@ -66,7 +66,7 @@ def shard_model(
         model_methods.attach(model, engine.world)
         return engine
     check_model(model)
-    old_engines = [inner for inner in map(engine_of, model.modules()) if inner is not None]
+    old_engines = engines_inside(model)
     world = old_engines[0].world if old_engines else _world_at_rest(model)
     if world is None or (config is not None and not old_engines and world.config != ZeroConfig.load(config)):
         world = World.create(ZeroConfig.load(config), _device_of(model), mesh)
@@ -119,9 +119,11 @@ class LateEngine:
         if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
             return None  # inside `GatheredParameters`: the next forward outside makes the engine
         self._is_done = True
-        first = next(module.parameters(), None)
-        if first is None or any(engine.find(first) is not None for engine in live_engines()):
+        params = list(module.parameters())
+        if not params or any(all(engine.find(p) is not None for p in params) for engine in live_engines()):
             return None  # a part of a model that has an engine
+        for inner in engines_inside(module):
+            inner.close()
         if self._load_handle is not None:
             self._load_handle.remove()  # the engine has its own
         for name, param in module.named_parameters():
@@ -149,6 +151,28 @@ def attach_late(model: nn.Module, world: World) -> None:
     handle = model.register_load_state_dict_pre_hook(CutStateDict(world))  # type: ignore[no-untyped-call]
     hook = Hook(LateEngine(world, load_handle=handle), copied_as=LateEngine(world))
     model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def engines_inside(model: nn.Module) -> list[ZeroEngine]:
+    """The engines of a model and of its parts."""
+    return [engine for engine in map(engine_of, model.modules()) if engine is not None]
+
+
+def run_instead(model: nn.Module) -> None:
+    """Let `model` be what has an engine, from its next forward on, instead of a model inside it or around it.
+
+    Otherwise what it adds (the encoder of a prompt) would be in no engine, and nobody would reduce its gradients; and what is
+    left of a model would lack the methods of a partitioned one. A model without a partitioned part stays as it is.
+    """
+    params = list(model.parameters())
+    engines = [engine for engine in live_engines() if any(engine.find(p) is not None for p in params)]
+    world = engines[0].world if engines else _world_at_rest(model)
+    if world is None:
+        return
+    for engine in engines:
+        engine.close()
+    attach_late(model, world)
+    model_methods.attach(model, world)
 
 
 def mark_dirty(model: nn.Module) -> None:
