@@ -255,6 +255,9 @@ PEFT = [
     Seam(_TUNER, "unload", "return self._unload_and_optionally_merge(", "wrapped"),
     Seam(peft.tuners.LoraModel, "add_weighted_adapter", "", "wrapped: adapters are whole while they are combined"),
     Seam(peft.tuners.IA3Model, "add_weighted_adapter", "", "wrapped"),
+    Seam(
+        peft.tuners.AdaLoraModel, "update_and_allocate", "self.rankallocator.update_and_allocate(self.model", "wrapped"
+    ),
     Seam(peft.peft_model.PeftModel, "__init__", "model: torch.nn.Module,", "wrapped: it gets the engine"),
     Seam(
         peft.peft_model.PeftModel,

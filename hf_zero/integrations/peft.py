@@ -9,6 +9,7 @@ each of them is about are whole while it runs, with what rank 0 makes of them on
 - `TrainableTokensLayer.update_layer`, `PromptEmbedding` and `CPTEmbedding`: the embedding that they begin with.
 - `onload_layer`, which PEFT puts around each layer that it merges, unmerges or unloads: that layer.
 - `LoraModel.add_weighted_adapter` and that of IA3: the adapters, which are combined.
+- `AdaLoraModel.update_and_allocate`: the adapters and their gradients, of which it ranks the parts.
 - `PeftModel.__init__`, `merge_and_unload`, `unload`: the model with adapters, or without them again, gets the engine.
 
 What is made is plain, until `shard_model`, the Trainer, `prepare` or the first forward partitions it. Nothing changes for a
@@ -27,7 +28,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.engine.gathered_parameters import GatheredParameters
+from hf_zero.engine.gathered_parameters import GatheredParameters, at_rest, gather_whole
+from hf_zero.engine.world import world_that_cut
 from hf_zero.sharding.init import is_constructing
 from hf_zero.sharding.shard_model import run_instead
 
@@ -47,6 +49,7 @@ def install() -> None:
         _wrap(kind, "__init__", _make_prompt)
     for kind in (tuners.LoraModel, tuners.IA3Model):
         _wrap(kind, "add_weighted_adapter", _combine)
+    _wrap(tuners.AdaLoraModel, "update_and_allocate", _allocate)
     _wrap(importlib.import_module("peft.peft_model").PeftModel, "__init__", _make_model)
     for name in ("merge_and_unload", "unload"):
         _wrap(tuners_utils.BaseTuner, name, _unload)
@@ -111,9 +114,21 @@ def _make_prompt(original: Callable[..., None], self: Any, config: Any, word_emb
 
 
 def _combine(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    adapters = nn.ParameterList(param for name, param in self.named_parameters() if self.prefix in name)
-    with _whole(adapters):
+    with _whole(_adapters_of(self)):
         return original(self, *args, **kwargs)
+
+
+def _allocate(original: Callable[..., None], self: Any, global_step: int) -> None:
+    with _whole(_adapters_of(self), None):  # every rank computes the same
+        for whole in self.parameters():
+            rows = at_rest(whole)
+            if isinstance(rows, DTensor) and rows.grad is not None:
+                whole.grad = gather_whole(rows.grad, world_that_cut(rows))
+        original(self, global_step)
+
+
+def _adapters_of(tuner: Any) -> nn.ParameterList:
+    return nn.ParameterList(param for name, param in tuner.named_parameters() if tuner.prefix in name)
 
 
 def _make_model(original: Callable[..., None], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
