@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
-from hf_zero.engine.grouping import Found, find_parameters, named_blocks
+from hf_zero.engine.grouping import Found, find_parameters, is_of_own_class, named_blocks
 from hf_zero.engine.hooks import Hook
 from hf_zero.engine.optimizers import hear_of_steps
 from hf_zero.engine.parameter import cut, put, wrap
@@ -90,6 +90,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
         _refuse_sparse_gradients(model)
         _refuse_parameters_in_lists(model)
     agree_on_model(model, world)
+    _check_quantised(model, world)
     replaced = partition_parameters(model, world) + raise_to_master(model, world)
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
@@ -119,7 +120,7 @@ class LateEngine:
         if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
             return None  # inside `GatheredParameters`: the next forward outside makes the engine
         self._is_done = True
-        params = list(module.parameters())
+        params = [found.param for found in find_parameters(module)]
         if not params or any(all(engine.find(p) is not None for p in params) for engine in live_engines()):
             return None  # a part of a model that has an engine
         for inner in engines_inside(module):
@@ -197,10 +198,6 @@ def check_model(model: nn.Module) -> None:
     for wrapper in _WRAPPERS:
         if wrapper in classes:
             raise PartitionError(f"{name} is, or contains, a {wrapper}: give the plain model to hf_zero instead")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise PartitionError(
-            f"{name} is quantised: hf_zero partitions floating-point parameters only; load it unquantised"
-        )
     device_map: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
     if len(set(device_map.values())) > 1:
         raise PartitionError(f"{name} is spread over {device_map}: load it without device_map")
@@ -214,6 +211,8 @@ def check_model(model: nn.Module) -> None:
             raise PartitionError(
                 f"{param_name} is complex ({param.dtype}) and trainable: freeze it, or keep its two parts"
             )
+        if is_of_own_class(param):
+            continue
         if type(param.data) not in (torch.Tensor, DTensor) and not isinstance(param, DTensor):
             raise PartitionError(
                 f"{param_name} is a {type(param.data).__name__}: only plain tensors can be partitioned"
@@ -221,6 +220,25 @@ def check_model(model: nn.Module) -> None:
         if isinstance(param, DTensor) and world_of(param) is None:
             raise PartitionError(
                 f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
+            )
+
+
+def _check_quantised(model: nn.Module, world: World) -> None:
+    """Raise a `PartitionError` on every rank if quantised weights would have to be cut, or differ between the ranks."""
+    own = [(name, param) for name, param in model.named_parameters() if is_of_own_class(param)]
+    name = type(model).__name__
+    is_quantised = bool(own) or getattr(model, "is_quantized", False)
+    if is_quantised and world.config.policy.shards_parameters and world.partitions:
+        raise PartitionError(
+            f"{name} is quantised, and stage 3 cannot cut quantised weights: use stage 2 (or 1), which leaves them whole on "
+            "every rank and partitions the gradients and optimizer states of all others; or load it unquantised"
+        )
+    sums = [int(param.detach().as_subclass(torch.Tensor).view(torch.uint8).sum()) for _, param in own]
+    for rank, others in enumerate(world.everyone.agree(sums, "quantised weights") if own else ()):
+        if differing := [name for (name, _), ours, theirs in zip(own, sums, others, strict=True) if ours != theirs]:
+            raise PartitionError(
+                f"the ranks' models differ: quantised weights such as {differing[0]!r} are others on rank {rank}: load "
+                "them from the same files everywhere"
             )
 
 
