@@ -77,10 +77,13 @@ def trained(model: nn.Module, case: Case, ranks: Sequence[int], num_steps: int =
     losses = []
     for step in range(num_steps):
         optimizer.zero_grad()
-        found = [case.loss(model, case.batch(step, rank)) for rank in ranks]
-        (torch.stack(found).sum() / len(ranks)).backward()
+        found = []
+        for rank in ranks:
+            loss = case.loss(model, case.batch(step, rank))
+            (loss / len(ranks)).backward()
+            found.append(loss.item())
         optimizer.step()
-        losses.append([loss.item() for loss in found])
+        losses.append(found)
     return losses
 
 
