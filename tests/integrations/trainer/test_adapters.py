@@ -26,6 +26,8 @@ _LOADER = {
 }
 # PEFT saves what the encoder of a prompt makes, not the encoder: training cannot go on from that, under DDP either.
 ENCODED = {"p_tuning", "prefix_projection"}
+# Their losses are means of a rank's batch; those of T5 over tokens, of which ranks have different numbers.
+MEANS = {"bert", "t5"}
 SEVERAL = "several"  # a second adapter beside the default one
 
 
@@ -72,6 +74,8 @@ def make_trainer(name: str, way: str, folder: str, stage: int | None, **options:
     if way == "before":
         with zero.disabled():
             before = with_adapter(name, folder)
+    if case_of(name) in MEANS:
+        options["average_tokens_across_devices"] = False  # it multiplies their losses by the number of ranks
     args = arguments(folder, stage, weight_decay=0.0, **options)
     model = before if before is not None else with_adapter(name, folder)
     return Trainer(model=model, args=args, train_dataset=rows(case_of(name)), data_collator=collated)
@@ -137,5 +141,5 @@ def test_training_saving_and_going_on_equal_those_of_ddp(
         torch.testing.assert_close(*saved, rtol=0, atol=1e-5)
     if name not in ENCODED:
         rest = expected[0][2:], expected[1]
-        for num_ranks in (2, 1):
+        for num_ranks in (2,) if case_of(name) == "t5" else (2, 1):
             same(run_ranks(go_on, num_ranks, name, way, folder, stage, ours, 4 // num_ranks)[0], rest, 1e-5)
