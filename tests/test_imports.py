@@ -19,7 +19,7 @@ _FLOORS = [
     ["checkpoint"],
     ["sharding"],
     ["integrations.__init__", "integrations.accelerate"],
-    ["integrations.trainer"],
+    ["integrations.peft", "integrations.trainer"],
     ["integrations.everywhere"],
     ["bench"],
     ["run", "launch", "configure", "doctor"],

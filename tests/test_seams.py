@@ -19,6 +19,9 @@ from typing import Any
 import accelerate
 import accelerate.optimizer
 import accelerate.state
+import peft.peft_model
+import peft.tuners
+import peft.tuners.tuners_utils as tuners_utils
 import pytest
 import torch
 import transformers
@@ -257,7 +260,40 @@ ACCELERATE = [
     Seam(accelerate.state.AcceleratorState, "__init__", "ACCELERATE_USE_CPU", "use_cpu_without_accelerator"),
 ]
 
-SEAMS = [*TORCH, *LOADING, *TRAINER, *ACCELERATE]
+_TUNER = tuners_utils.BaseTuner
+
+PEFT = [
+    Seam(_TUNER, "inject_adapter", "self._create_and_replace(", "wrapped: modules are whole while they get adapters"),
+    Seam(_TUNER, "_create_and_replace", "target: nn.Module", "which module that is"),
+    Seam(_TUNER, "__init__", "self.inject_adapter(self.model, adapter_name,", "by way of it"),
+    Seam(peft.peft_model.PeftModel, "add_adapter", "self.base_model.inject_adapter(", "by way of it"),
+    Seam(peft.mapping, "inject_adapter_in_model", "tuner_cls(model, peft_config,", "by way of it"),
+    Seam(
+        peft.tuners.trainable_tokens.TrainableTokensLayer, "update_layer", "self.weight[self.token_indices[", "wrapped"
+    ),
+    Seam(peft.tuners.PromptEmbedding, "__init__", "config, word_embeddings", "wrapped"),
+    Seam(peft.tuners.CPTEmbedding, "__init__", "config, word_embeddings", "wrapped"),
+    Seam(tuners_utils, "onload_layer", "layer", "replaced: layers are whole while they are merged"),
+    Seam(_TUNER, "merge_adapter", "with onload_layer(module):", "by way of it"),
+    Seam(_TUNER, "unmerge_adapter", "with onload_layer(module):", "by way of it"),
+    Seam(_TUNER, "_unload_and_optionally_merge", "with onload_layer(target):", "by way of it"),
+    Seam(_TUNER, "merge_and_unload", "return self._unload_and_optionally_merge(", "wrapped"),
+    Seam(_TUNER, "unload", "return self._unload_and_optionally_merge(", "wrapped"),
+    Seam(peft.tuners.LoraModel, "add_weighted_adapter", "", "wrapped: adapters are whole while they are combined"),
+    Seam(peft.tuners.IA3Model, "add_weighted_adapter", "", "wrapped"),
+    Seam(
+        peft.tuners.AdaLoraModel, "update_and_allocate", "self.rankallocator.update_and_allocate(self.model", "wrapped"
+    ),
+    Seam(peft.peft_model.PeftModel, "__init__", "model: torch.nn.Module,", "wrapped: it gets the engine"),
+    Seam(
+        peft.peft_model.PeftModel,
+        "get_prompt_embedding_to_save",
+        "prompt_encoder(prompt_tokens)",
+        "encoders of prompts are whole while they are saved",
+    ),
+]
+
+SEAMS = [*TORCH, *LOADING, *TRAINER, *ACCELERATE, *PEFT]
 
 
 def source_of(seam: Seam) -> str:
@@ -282,7 +318,6 @@ def test_upstream_still_has(seam: Seam) -> None:
 
 def test_peft_takes_an_unnamed_mesh_for_sharded_storage() -> None:
     """Else adapters on partitioned layers get the shapes of local rows."""
-    tuners_utils = pytest.importorskip("peft.tuners.tuners_utils")
     assert 'if set(mesh_dim_names) <= {"fsdp"}:' in inspect.getsource(tuners_utils._get_in_out_features)
 
 

@@ -20,11 +20,11 @@ from hf_zero.checkpoint.background import WRITING_S, BackgroundSaves
 from hf_zero.checkpoint.cooperative import Extents, write_plan
 from hf_zero.checkpoint.manifest import (
     MANIFEST,
-    TEMPLATES,
     FileRecord,
     Manifest,
     damages,
     extents_of,
+    files_in,
     read_manifest,
     record_of,
 )
@@ -153,14 +153,14 @@ class StagedCheckpoint:
             for name, found in extents.items():
                 written.setdefault(name, []).extend(found)
         files: dict[str, FileRecord] = {}
-        for path in sorted(self.folder.iterdir()):
-            if path.is_dir() and path.name == TEMPLATES:
-                continue
+        for name, path in files_in(self.folder).items():
             if path.is_dir():
-                raise CheckpointError(f"{path} is a folder: a checkpoint has plain files only")
-            if path.name not in written:
+                raise CheckpointError(f"{path} is a folder: those in a checkpoint have plain files only")
+            if name not in written:
                 disk.sync_file(path)
-            files[path.name] = record_of(path, written.get(path.name) or extents_of(path))
+            files[name] = record_of(path, written.get(name) or extents_of(path))
+        for inner in {path.parent for name, path in files_in(self.folder).items() if "/" in name}:
+            disk.sync_folder(inner)
         text = Manifest(**{**vars(manifest), "files": files, "versions": _versions()}).to_json()
         disk.write_file(self.folder / MANIFEST, text.encode())
         disk.sync_folder(self.folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import CheckpointError
+
+_CONVERSION = "path_initial_model_for_weight_conversion"  # an option of PEFT
 
 
 def world_of_model(model: nn.Module) -> World | None:
@@ -102,11 +106,45 @@ def save_whole(
     is_alone = state_dict is None and not hasattr(model, "peft_config") and not kwargs.get("push_to_hub")
     if is_alone and world.share(writes, "who writes") and write_model(model, Path(save_directory), world, **kwargs):
         return
-    if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
-        state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
-    with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.timeout_s)):
-        if writes:
-            original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+    if kwargs.get(_CONVERSION) is not None:
+        _save_converted(model, world, original, Path(save_directory), writes, kwargs)
+        return
+    with GatheredParameters(_computed_with(model)):
+        if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
+            state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
+        with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.timeout_s)):
+            if writes:
+                original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+
+
+def _save_converted(
+    model: nn.Module,
+    world: World,
+    original: Callable[..., Any],
+    folder: Path,
+    writes: bool,
+    options: dict[str, Any],
+) -> None:
+    """Save PiSSA and its like as a LoRA of the model as it was, which PEFT computes with a further adapter.
+
+    That adapter is made, loaded and removed, which all ranks do together: those that write nothing do it elsewhere.
+    """
+    initial, what = Path(options.pop(_CONVERSION)), f"saving {folder}"
+    names = _names_to_save(model, options)
+    params = [param for name, param in model.named_parameters() if names is None or name in names]
+    with GatheredParameters(params), tempfile.TemporaryDirectory() as scratch:
+        with world.together(f"reading {initial}", CheckpointError):
+            if not writes:
+                folder = Path(scratch, "adapter")
+                initial = Path(shutil.copytree(initial, Path(scratch, initial.name)))  # PEFT writes to it
+        with world.together(what, CheckpointError, max(WRITING_S, world.config.timeout_s)):
+            original(folder, is_main_process=True, **options, **{_CONVERSION: str(initial)})
+
+
+def _computed_with(model: nn.Module) -> list[nn.Parameter]:
+    """What PEFT runs a forward of when it saves, on rank 0 alone: the encoders of prompts."""
+    encoder = getattr(model, "prompt_encoder", None) if hasattr(model, "peft_config") else None
+    return list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
 
 
 def save_by_library(model: nn.Module, save: Callable[[], Any]) -> None:
@@ -147,6 +185,8 @@ def _names_to_save(model: nn.Module, options: dict[str, Any]) -> set[str] | None
     chosen: set[str] = set()
     for adapter in adapters:
         found = get_peft_model_state_dict(model, dict(state), adapter, save_embedding_layers=layers)
+        if adapters[adapter].is_prompt_learning:
+            found.pop("prompt_embeddings", None)  # not of the state dict
         if any(id(value) not in name_of for value in found.values()):
             return None  # computed for saving
         chosen |= {name_of[id(value)] for value in found.values()}

@@ -38,7 +38,7 @@ class Manifest:
         global_batch: samples of one optimizer step over all ranks; None if unknown.
         config: of ZeRO.
         versions: of the libraries that wrote it.
-        files: by name; all in the folder itself.
+        files: by name; in the folder itself, or in a folder in it ("adapter/name", as PEFT keeps further adapters).
     """
 
     step: int
@@ -101,7 +101,10 @@ def read_manifest(folder: Path) -> Manifest:
     if not is_whole:
         raise CheckpointError(f"{path} is damaged (its digest differs): take an older checkpoint")
     for name in manifest.files:
-        check_name(folder, name)
+        inner, _, leaf = name.rpartition("/")
+        if "/" in name:
+            check_name(folder, inner)
+        check_name(folder / inner, leaf)
     return manifest
 
 
@@ -125,6 +128,17 @@ def check_name(folder: Path, name: str, source: str = MANIFEST) -> None:
         )
     if (folder / name).is_symlink():
         raise CheckpointError(f"{folder / name} is a symbolic link; a checkpoint has plain files only")
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files of a checkpoint's folder and of the folders in it, by name; hidden ones and chat templates are left out."""
+    found = {path.name: path for path in folder.iterdir() if not path.name.startswith(".") and path.name != TEMPLATES}
+    inner = {name: path for name, path in found.items() if path.is_dir() and not path.is_symlink()}
+    for name, path in inner.items():
+        if files := {f"{name}/{each.name}": each for each in path.iterdir()}:
+            del found[name]
+            found |= files
+    return dict(sorted(found.items()))
 
 
 def extents_of(path: Path) -> tuple[Extent, ...]:
@@ -167,9 +181,9 @@ def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1)
         One line for each damaged file; empty if the checkpoint is whole.
     """
     found = []
-    for name in sorted({entry.name for entry in folder.iterdir()} - {*manifest.files, MANIFEST, TEMPLATES}):
-        if not name.startswith("."):
-            found.append(f"{name} does not belong to it: move it elsewhere")
+    for name in files_in(folder).keys() - {*manifest.files, MANIFEST}:
+        found.append(f"{name} does not belong to it: move it elsewhere")
+    found.sort()
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():

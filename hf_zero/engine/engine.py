@@ -150,7 +150,8 @@ class ZeroEngine:
             module._parameters = ReadableParameters(self, module._parameters)
 
     def close(self) -> None:
-        """Remove every hook; parameters stay as they are."""
+        """Remove every hook; parameters stay as they are. All ranks close together."""
+        self.gathering.settle()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

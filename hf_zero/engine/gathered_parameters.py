@@ -45,6 +45,12 @@ def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
     return world.gather_whole(torch_compat.local_of(param), world.layout_of(param), "whole parameters")
 
 
+def at_rest(param: nn.Parameter) -> nn.Parameter:
+    """What a whole parameter stands for inside `GatheredParameters`; any other is at rest itself."""
+    found: nn.Parameter = vars(param).get("_zero_stands_for", param)
+    return found
+
+
 class GatheredParameters:
     """Within: the given parameters are whole; on exit, what has changed is written back into the shards.
 

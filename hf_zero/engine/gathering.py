@@ -120,6 +120,11 @@ class Gathering:
             if not unit.keeps_whole and not unit.is_leased:
                 unit.release_if_unused()
 
+    def settle(self) -> None:
+        """Wait for the gathers that are under way: nobody else will, and peers would miss this rank's rows."""
+        for unit in self.units:
+            unit.settle()
+
     def expect(self, reductions: list[int]) -> None:
         """Take the agreed order of reductions; the units that it begins with stay whole from the forward's end.
 

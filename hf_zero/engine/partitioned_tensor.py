@@ -119,6 +119,8 @@ class PartitionedTensor(DTensor):
         written = list(_written(func, args, kwargs))
         for tensor in written:
             tensor._before_edit()
+        if func is torch.ops.aten.copy_.default and _copy_whole(*args[:2]):
+            return args[0]
         if not written and torch.is_grad_enabled():
             _check_plain_operands(given, func, args, kwargs)
         if (
@@ -293,6 +295,18 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool 
     """`torch._foreach_copy_`, which torch has not for `DTensor`s."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=non_blocking)
+
+
+def _copy_whole(target: Tensor, source: Tensor) -> bool:
+    """Copy this rank's rows of an ordinary tensor into a parameter, as `load_state_dict` of a part of the model does."""
+    base = target._zero_param if isinstance(target, PartitionedTensor) else None
+    if base is None or isinstance(source, DTensor):
+        return False
+    assert isinstance(target, PartitionedTensor)
+    if (target.shape, target.placements) != (base.shape, base.placements):
+        return False  # a view of some of it
+    target._local_tensor.copy_(own_rows(source.expand(target.shape), target))
+    return True
 
 
 def _draw_whole(func: Any, args: Any, kwargs: Any, written: list[PartitionedTensor]) -> Tensor | None:

@@ -31,13 +31,17 @@ class CutStateDict:
         *_: Any,
     ) -> None:
         """Cut the whole tensors of a state dict to this rank's rows."""
+        named = [found for found in find_parameters(module) if any(prefix + name in state_dict for name in found.names)]
         if local_metadata.get("assign_to_params_buffers"):
-            raise UsageError(
-                "load_state_dict(assign=True) would replace the parameters that the engine and the optimizer hold; "
-                "load without assign, which copies the values"
-            )
+            # What is not partitioned yet (an adapter without values) is nobody's, and may be replaced.
+            if not self._world.partitions or any(isinstance(found.param, DTensor) for found in named):
+                raise UsageError(
+                    "load_state_dict(assign=True) would replace the parameters that the engine and the optimizer hold; "
+                    "load without assign, which copies the values"
+                )
+            return
         self._world.meet("load_state_dict")  # a rank that still computes may read the values where they lie
-        for found in find_parameters(module):
+        for found in named:
             param = found.param
             if not isinstance(param, DTensor):
                 continue

@@ -250,6 +250,10 @@ class Unit:
             slots[id(p)] = _Slot(p, Rows(flat, p.layout), p.layout.rows_of(flat, p.rank), whole)
         return slots
 
+    def settle(self) -> None:
+        """Wait for a gather that is under way, when there will be no other use."""
+        self._wait()
+
     def _wait(self) -> None:
         while self._pending:
             self._pending[0].wait()

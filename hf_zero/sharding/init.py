@@ -172,10 +172,15 @@ def undo() -> None:
     import sys
 
     _undo_activation()
-    for name, how in (("trainer.patch", "remove"), ("everywhere", "undo")):
+    for name, how in (("trainer.patch", "remove"), ("everywhere", "undo"), ("peft", "undo")):
         module = sys.modules.get(f"hf_zero.integrations.{name}")
         if module is not None:
             getattr(module, how)()
+
+
+def is_constructing() -> bool:
+    """Whether an `Init` is active, so that parameters are cut as they are made, and whole to whoever touches them."""
+    return any(cutter is not None and not seam.is_paused for seam, cutter in _pausable_now)
 
 
 @contextmanager

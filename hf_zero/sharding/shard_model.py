@@ -16,7 +16,7 @@ from hf_zero import torch_compat
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.float32_modules import find_modules
-from hf_zero.engine.grouping import Found, find_parameters, named_blocks
+from hf_zero.engine.grouping import Found, find_parameters, is_of_own_class, named_blocks
 from hf_zero.engine.hooks import Hook
 from hf_zero.engine.optimizers import hear_of_steps
 from hf_zero.engine.parameter import cut, put, wrap
@@ -67,7 +67,7 @@ def shard_model(
         model_methods.attach(model, engine.world)
         return engine
     check_model(model)
-    old_engines = [inner for inner in map(engine_of, model.modules()) if inner is not None]
+    old_engines = engines_inside(model)
     world = old_engines[0].world if old_engines else _world_at_rest(model)
     if world is None or (config is not None and not old_engines and world.config != ZeroConfig.load(config)):
         world = World.create(ZeroConfig.load(config), _device_of(model), mesh)
@@ -93,6 +93,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
         _refuse_sparse_gradients(model)
         _refuse_parameters_in_lists(model)
     agree_on_model(model, world)
+    _check_quantised(model, world)
     replaced = partition_parameters(model, world) + raise_to_master(model, world)
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
@@ -122,9 +123,11 @@ class LateEngine:
         if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
             return None  # inside `GatheredParameters`: the next forward outside makes the engine
         self._is_done = True
-        first = next(module.parameters(), None)
-        if first is None or any(engine.find(first) is not None for engine in live_engines()):
+        params = [found.param for found in find_parameters(module)]
+        if not params or any(all(engine.find(p) is not None for p in params) for engine in live_engines()):
             return None  # a part of a model that has an engine
+        for inner in engines_inside(module):
+            inner.close()
         if self._load_handle is not None:
             self._load_handle.remove()  # the engine has its own
         for name, param in module.named_parameters():
@@ -154,6 +157,28 @@ def attach_late(model: nn.Module, world: World) -> None:
     model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
+def engines_inside(model: nn.Module) -> list[ZeroEngine]:
+    """The engines of a model and of its parts."""
+    return [engine for engine in map(engine_of, model.modules()) if engine is not None]
+
+
+def run_instead(model: nn.Module) -> None:
+    """Let `model` be what has an engine, from its next forward on, instead of a model inside it or around it.
+
+    Otherwise what it adds (the encoder of a prompt) would be in no engine, and nobody would reduce its gradients; and what is
+    left of a model would lack the methods of a partitioned one. A model without a partitioned part stays as it is.
+    """
+    params = list(model.parameters())
+    engines = [engine for engine in live_engines() if any(engine.find(p) is not None for p in params)]
+    world = engines[0].world if engines else _world_at_rest(model)
+    if world is None:
+        return
+    for engine in engines:
+        engine.close()
+    attach_late(model, world)
+    model_methods.attach(model, world)
+
+
 def mark_dirty(model: nn.Module) -> None:
     """Declare that all ranks have changed parameters by hand, with the same result: whole copies are gathered again.
 
@@ -176,10 +201,6 @@ def check_model(model: nn.Module) -> None:
     for wrapper in _WRAPPERS:
         if wrapper in classes:
             raise PartitionError(f"{name} is, or contains, a {wrapper}: give the plain model to hf_zero instead")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise PartitionError(
-            f"{name} is quantised: hf_zero partitions floating-point parameters only; load it unquantised"
-        )
     device_map: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
     if len(set(device_map.values())) > 1:
         raise PartitionError(f"{name} is spread over {device_map}: load it without device_map")
@@ -193,6 +214,8 @@ def check_model(model: nn.Module) -> None:
             raise PartitionError(
                 f"{param_name} is complex ({param.dtype}) and trainable: freeze it, or keep its two parts"
             )
+        if is_of_own_class(param):
+            continue
         if type(param.data) not in (torch.Tensor, DTensor) and not isinstance(param, DTensor):
             raise PartitionError(
                 f"{param_name} is a {type(param.data).__name__}: only plain tensors can be partitioned"
@@ -200,6 +223,25 @@ def check_model(model: nn.Module) -> None:
         if isinstance(param, DTensor) and world_of(param) is None:
             raise PartitionError(
                 f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
+            )
+
+
+def _check_quantised(model: nn.Module, world: World) -> None:
+    """Raise a `PartitionError` on every rank if quantised weights would have to be cut, or differ between the ranks."""
+    own = [(name, param) for name, param in model.named_parameters() if is_of_own_class(param)]
+    name = type(model).__name__
+    is_quantised = bool(own) or getattr(model, "is_quantized", False)
+    if is_quantised and world.config.policy.shards_parameters and world.partitions:
+        raise PartitionError(
+            f"{name} is quantised, and stage 3 cannot cut quantised weights: use stage 2 (or 1), which leaves them whole on "
+            "every rank and partitions the gradients and optimizer states of all others; or load it unquantised"
+        )
+    sums = [int(param.detach().as_subclass(torch.Tensor).view(torch.uint8).sum()) for _, param in own]
+    for rank, others in enumerate(world.everyone.agree(sums, "quantised weights") if own else ()):
+        if differing := [name for (name, _), ours, theirs in zip(own, sums, others, strict=True) if ours != theirs]:
+            raise PartitionError(
+                f"the ranks' models differ: quantised weights such as {differing[0]!r} are others on rank {rank}: load "
+                "them from the same files everywhere"
             )
 
 

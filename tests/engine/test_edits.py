@@ -44,6 +44,32 @@ def test_load_state_dict_takes_whole_and_sharded_values(stage: int) -> None:
         twins.step(2)
 
 
+@ALL_STAGES
+@on_ranks(2)
+def test_parts_load_whole_values(stage: int) -> None:
+    other, twins = Net(), Twins(stage)
+    twins.step()
+    for model in (twins.model, twins.reference):
+        model.blocks[1].load_state_dict(other.blocks[1].state_dict())
+        with torch.no_grad():
+            model.enter.weight.copy_(torch.tensor(0.25))
+            model.head.weight.data.copy_(other.head.weight)
+    assert_same(twins.model, twins.reference)
+    twins.assert_same_output()
+    twins.step(2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_an_engine_that_ends_at_once_leaves_no_peer_waiting(stage: int) -> None:
+    twins = Twins(stage)
+    for _ in range(3):
+        twins.model.blocks.append(nn.Identity())  # of no use, but the model is another one
+        twins.engine.close()
+        twins.engine = zero.shard_model(twins.model)
+    twins.step(2)
+
+
 def _load_wrong_state(stage: int) -> list[str]:
     twins = Twins(stage)
     messages = []

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
+from tests.integrations.test_peft_methods import logits, trained
 from tests.models import CASES, make_model
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks, run_alone, run_ranks
 
 
 def _lora(**options: Any) -> LoraConfig:
@@ -128,9 +129,73 @@ def test_initialisations_that_need_whole_weights_work_inside_gathered_parameters
     ids = CASES["llama"].batch(0, 0)
     with torch.no_grad():
         torch.testing.assert_close(adapted(**ids).logits, reference(**ids).logits, rtol=1e-4, atol=1e-4)
-    other = make_model(CASES["llama"])
-    zero.shard_model(other, {"stage": 3})
-    with pytest.raises(
-        zero.UsageError, match=r"'model.layers.0.self_attn.q_proj.weight' is partitioned.*GatheredParameters"
-    ):
-        _adapters_of_kind(kind)(other)
+
+
+def _pissa(stage: int | None, folder: str) -> Tensor:
+    base = make_model(CASES["llama"])
+    if stage is not None:
+        zero.shard_model(base, {"stage": stage})
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+    model = get_peft_model(base, config)
+    config.init_lora_weights = True
+    model.save_pretrained(f"{folder}/first")
+    config.init_lora_weights = "pissa"
+    if stage is not None:
+        zero.shard_model(model)
+    trained(model, CASES["llama"], [0, 1])  # the same on all ranks
+    model.save_pretrained(f"{folder}/converted", path_initial_model_for_weight_conversion=f"{folder}/first")
+    return logits(model, CASES["llama"])
+
+
+def _logits_with(folder: str) -> Tensor:
+    return logits(PeftModel.from_pretrained(make_model(CASES["llama"]), folder), CASES["llama"])
+
+
+def test_pissa_is_saved_as_a_lora_of_the_model_as_it_was(tmp_path: Path) -> None:
+    expected = run_alone(_pissa, None, str(tmp_path / "plain"))
+    found = run_ranks(_pissa, 2, 3, str(tmp_path / "ours"))[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(_logits_with(f"{tmp_path}/ours/converted"), expected, rtol=0, atol=1e-6)
+
+
+def _loaded_late(stage: int | None, folder: str) -> Tensor:
+    base = make_model(CASES["llama"])
+    if stage is not None:
+        zero.shard_model(base, {"stage": stage})
+    return logits(PeftModel.from_pretrained(base, folder, low_cpu_mem_usage=True), CASES["llama"])
+
+
+def _save_dora(folder: str) -> None:
+    model = get_peft_model(make_model(CASES["llama"]), _lora(use_dora=True))
+    trained(model, CASES["llama"], [0, 1])
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_without_values_take_those_of_a_file(stage: int, tmp_path: Path) -> None:
+    run_alone(_save_dora, str(tmp_path))
+    for found in run_ranks(_loaded_late, 2, stage, str(tmp_path)):
+        assert torch.equal(found, run_alone(_loaded_late, None, str(tmp_path)))
+
+
+def _native(stage: int | None, folder: str) -> Tensor:
+    model = make_model(CASES["llama"])
+    if stage is not None:
+        zero.shard_model(model, {"stage": stage})
+    torch.manual_seed(1)
+    model.add_adapter(_lora(use_dora=True))
+    if stage is not None:
+        zero.shard_model(model)
+    trained(model, CASES["llama"], [0, 1])
+    model.save_pretrained(folder)
+    return logits(model, CASES["llama"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_that_transformers_adds_itself(stage: int, tmp_path: Path) -> None:
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
+    expected = run_alone(_native, None, str(plain))
+    assert torch.equal(run_ranks(_native, 2, stage, str(ours))[1], expected)
+    name = "adapter_model.safetensors"
+    assert (plain / name).read_bytes() == (ours / name).read_bytes()

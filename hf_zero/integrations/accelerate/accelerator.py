@@ -132,7 +132,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def _partition(self, model: nn.Module) -> None:
         if engine_of(model) is None and any(param.requires_grad for param in model.parameters()):
-            model.to(self.device)
+            if not getattr(model, "is_quantized", False):  # transformers refuses to move such a model
+                model.to(self.device)
             shard_model(model, self._zero_config, self._zero_mesh)
 
     def _rebind(self, optimizer: Any) -> None:

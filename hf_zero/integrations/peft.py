@@ -1,0 +1,143 @@
+"""Adapters of PEFT on models that are partitioned already: made, merged and combined with whole weights, a layer at a time.
+
+PEFT computes with weights outside of any forward: DoRA takes norms of them, PiSSA and OLoRA factor them and keep the rest in
+the base, token indices copy rows of them, prompts begin as embeddings of words. These are wrapped, so that the weights which
+each of them is about are whole while it runs, with what rank 0 makes of them on every rank:
+
+- `BaseTuner.inject_adapter`: each module while it gets its adapter. `PeftModel`, `inject_adapter_in_model` and transformers'
+  `add_adapter` all come by here.
+- `TrainableTokensLayer.update_layer`, `PromptEmbedding` and `CPTEmbedding`: the embedding that they begin with.
+- `onload_layer`, which PEFT puts around each layer that it merges, unmerges or unloads: that layer.
+- `LoraModel.add_weighted_adapter` and that of IA3: the adapters, which are combined.
+- `AdaLoraModel.update_and_allocate`: the adapters and their gradients, of which it ranks the parts.
+- `PeftModel.__init__`, `merge_and_unload`, `unload`: the model with adapters, or without them again, gets the engine.
+
+What is made is plain, until `shard_model`, the Trainer, `prepare` or the first forward partitions it. Nothing changes for a
+model that is not partitioned. `undo()` puts the originals back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.engine.gathered_parameters import GatheredParameters, at_rest, gather_whole
+from hf_zero.engine.world import world_that_cut
+from hf_zero.sharding.init import is_constructing
+from hf_zero.sharding.shard_model import run_instead
+
+_originals: list[tuple[Any, str, Any]] = []
+
+
+def install() -> None:
+    """Wrap the functions; a second call changes nothing."""
+    if _originals:
+        return
+    tuners = importlib.import_module("peft.tuners")
+    tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
+    _wrap(tuners_utils.BaseTuner, "inject_adapter", _inject_adapter)
+    _wrap(tuners_utils, "onload_layer", _onload_layer)
+    _wrap(tuners.trainable_tokens.TrainableTokensLayer, "update_layer", _update_tokens)
+    for kind in (tuners.prompt_tuning.PromptEmbedding, tuners.cpt.CPTEmbedding):
+        _wrap(kind, "__init__", _make_prompt)
+    for kind in (tuners.LoraModel, tuners.IA3Model):
+        _wrap(kind, "add_weighted_adapter", _combine)
+    _wrap(tuners.AdaLoraModel, "update_and_allocate", _allocate)
+    _wrap(importlib.import_module("peft.peft_model").PeftModel, "__init__", _make_model)
+    for name in ("merge_and_unload", "unload"):
+        _wrap(tuners_utils.BaseTuner, name, _unload)
+
+
+def undo() -> None:
+    """Put the originals back."""
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+
+
+def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    original = vars(owner)[name]
+    _originals.append((owner, name, original))
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+@contextmanager
+def _whole(module: nn.Module | None, decides: int | None = 0) -> Iterator[None]:
+    """Within: the parameters of `module` are whole. Under `Init` they are whole to whoever touches them anyway."""
+    params = [] if module is None or is_constructing() else [p for p in module.parameters() if isinstance(p, DTensor)]
+    with GatheredParameters(params, decides, enabled=bool(params)):
+        yield
+
+
+def _inject_adapter(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    create = self._create_and_replace
+    names = inspect.signature(create)
+
+    def create_with_whole_weights(*given: Any, **named: Any) -> None:
+        with _whole(names.bind(*given, **named).arguments["target"]):
+            create(*given, **named)
+
+    self.__dict__["_create_and_replace"] = create_with_whole_weights
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        del self.__dict__["_create_and_replace"]
+
+
+@contextmanager
+def _onload_layer(original: Callable[..., Any], layer: nn.Module) -> Iterator[None]:
+    is_adapted = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
+    with _whole(layer if is_adapted else None, None), original(layer):  # every rank computes the same
+        yield
+
+
+def _update_tokens(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    with _whole(self.get_base_layer()):
+        original(self, *args, **kwargs)
+
+
+def _make_prompt(original: Callable[..., None], self: Any, config: Any, word_embeddings: nn.Module) -> None:
+    with _whole(word_embeddings):
+        original(self, config, word_embeddings)
+
+
+def _combine(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _whole(_adapters_of(self)):
+        return original(self, *args, **kwargs)
+
+
+def _allocate(original: Callable[..., None], self: Any, global_step: int) -> None:
+    with _whole(_adapters_of(self), None):  # every rank computes the same
+        for whole in self.parameters():
+            rows = at_rest(whole)
+            if isinstance(rows, DTensor) and rows.grad is not None:
+                whole.grad = gather_whole(rows.grad, world_that_cut(rows))
+        original(self, global_step)
+
+
+def _adapters_of(tuner: Any) -> nn.ParameterList:
+    return nn.ParameterList(param for name, param in tuner.named_parameters() if tuner.prefix in name)
+
+
+def _make_model(original: Callable[..., None], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    original(self, model, *args, **kwargs)
+    if not is_constructing():
+        run_instead(self)
+
+
+def _unload(original: Callable[..., nn.Module], self: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    left = original(self, *args, **kwargs)
+    run_instead(left)
+    return left

@@ -1,0 +1,119 @@
+"""Adapters on quantised models (QLoRA): their weights stay whole, everything else is partitioned as ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+
+import hf_zero as zero
+from tests.integrations.test_peft_methods import logits, trained
+from tests.integrations.trainer.test_trainer import arguments, collate, dataset, undone
+from tests.models import CASES, make_model
+from tests.ranks import RankError, on_ranks, run_alone, run_ranks
+
+pytest.importorskip("bitsandbytes")
+LLAMA = CASES["llama"]
+KINDS: dict[str, dict[str, Any]] = {
+    "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "4bit_in_floats": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.float32},
+    "8bit": {"load_in_8bit": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("quantised")
+    make_model(LLAMA).save_pretrained(path / "llama")
+    return str(path)
+
+
+def adapted(folder: str, kind: str) -> nn.Module:
+    config = BitsAndBytesConfig(**KINDS[kind])
+    model = AutoModelForCausalLM.from_pretrained(
+        f"{folder}/llama", quantization_config=config, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "v_proj"]))
+
+
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: param.detach() for name, param in model.named_parameters() if "lora" in name}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in found.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_training_equals_one_process(stage: int, kind: str, folder: str) -> None:
+    ours, reference = adapted(folder, kind), adapted(folder, kind)
+    quantised = {n: p for n, p in ours.named_parameters() if type(p).__name__ in ("Params4bit", "Int8Params")}
+    before = adapters(ours)
+    assert len(quantised) == 14
+    zero.shard_model(ours, {"stage": stage, "collectives": "pairwise"})
+    losses, expected = trained(ours, LLAMA, [dist.get_rank()]), trained(reference, LLAMA, [0, 1])
+    assert losses == [[by_rank[dist.get_rank()]] for by_rank in expected]
+    found, weights = adapters(ours), adapters(reference)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert not all(torch.equal(found[name], value) for name, value in before.items())
+    assert all(dict(ours.named_parameters())[name] is param for name, param in quantised.items())
+    assert stage == 0 or isinstance(ours.get_parameter("base_model.model.lm_head.weight"), DTensor)
+
+
+@undone
+def train(folder: str, stage: int | None, out: str, resumes: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    size = 4 // dist.get_world_size()
+    args = arguments(
+        folder, stage, output_dir=out, save_strategy="steps", save_steps=2, per_device_train_batch_size=size
+    )
+    model = adapted(folder, "4bit")
+    trainer = Trainer(model=model, args=args, train_dataset=dataset(), data_collator=collate)
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2" if resumes else None)
+    trainer.save_model(f"{out}/final")
+    return [e["loss"] for e in trainer.state.log_history if "loss" in e], adapters(model)
+
+
+def load(folder: str, adapter: str) -> Tensor:
+    base = AutoModelForCausalLM.from_pretrained(f"{folder}/llama")
+    return logits(peft.PeftModel.from_pretrained(base, adapter), LLAMA)
+
+
+def test_trainer_trains_saves_and_goes_on_as_under_ddp(folder: str, tmp_path: Path) -> None:
+    plain, ours = str(tmp_path / "ddp"), str(tmp_path / "zero")
+    expected = run_ranks(train, 2, folder, None, plain)[0]
+    results = [run_ranks(train, 2, folder, 2, ours)[0]]
+    saved = [run_alone(load, folder, f"{out}/final") for out in (plain, ours)]
+    torch.testing.assert_close(*saved, rtol=0, atol=1e-5)
+    results += [run_ranks(train, num_ranks, folder, 2, ours, True)[0] for num_ranks in (2, 1)]
+    for losses, weights in results:
+        assert losses == pytest.approx(expected[0], rel=1e-5)
+        for name, value in expected[1].items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("way", ["loaded", "made whole", "inside Init"])
+def test_stage_3_says_which_stages_work(way: str, folder: str) -> None:
+    with pytest.raises(RankError, match=r"quantised.*stage 2 \(or 1\)") as caught:
+        run_ranks(_in_stage_3, 2, way, folder)
+    assert {failure.type_name for failure in caught.value.failures} == {"PartitionError"}
+    assert len(caught.value.failures) == 2
+
+
+@undone
+def _in_stage_3(way: str, folder: str) -> None:
+    if way == "loaded":
+        arguments(folder, 3)
+        adapted(folder, "4bit")
+    elif way == "made whole":
+        zero.shard_model(adapted(folder, "8bit"), {"stage": 3})
+    else:
+        with zero.Init({"stage": 1}):
+            adapted(folder, "4bit")
