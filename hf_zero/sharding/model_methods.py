@@ -4,7 +4,8 @@
   part in saving.
 - `no_sync`: where accelerate and the Trainer look for it.
 - `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
-- `save_pretrained`: writes whole weights.
+- `save_pretrained`: writes whole weights. Of other libraries than transformers and PEFT (diffusers, sentence-transformers), all
+  parameters are whole on every rank while rank 0 writes.
 - `resize_token_embeddings`: sees whole embeddings; what it creates is partitioned by the next `shard_model`.
 - `generate`: gathers once for the whole call, or keeps the ranks in step while any of them still generates (stage 3).
 
@@ -15,18 +16,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 import types
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.checkpoint.export import save_whole
+from hf_zero.checkpoint.background import WRITING_S
+from hf_zero.checkpoint.export import save_whole, world_of_model
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.sharding.generation import generate
 
+_LOCAL_SGD = "accelerate.local_sgd"
 _METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
 
 
@@ -42,7 +48,11 @@ def attach(model: nn.Module, world: World) -> None:
         if not isinstance(param, DTensor):  # stage 0: otherwise the Trainer averages their gradients a second time
             param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
     if hasattr(model, "save_pretrained"):
-        attributes["save_pretrained"] = types.MethodType(_save_pretrained, model)
+        known = inspect.signature(type(model).save_pretrained).parameters  # type: ignore[attr-defined]
+        takes_weights = "state_dict" in known or hasattr(model, "peft_config")  # transformers' and PEFT's
+        attributes["save_pretrained"] = types.MethodType(
+            _save_pretrained if takes_weights else _save_while_whole, model
+        )
     if hasattr(type(model), "resize_token_embeddings"):
         attributes["resize_token_embeddings"] = types.MethodType(_resize_token_embeddings, model)
     if hasattr(type(model), "generate"):
@@ -57,7 +67,14 @@ def detach(model: nn.Module) -> None:
 
 def _no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
     engine = engine_of(self)
-    return contextlib.nullcontext() if engine is None else engine.no_sync()
+    if engine is None:
+        return contextlib.nullcontext()
+    if engine.world.partitions and sys._getframe(1).f_globals.get("__name__") == _LOCAL_SGD:
+        raise UsageError(
+            "LocalSGD lets every rank train parameters of its own for some steps, but here the ranks hold one set of "
+            "parameters together: use stage 0, or gradient accumulation"
+        )
+    return engine.no_sync()
 
 
 def _save_pretrained(
@@ -70,6 +87,22 @@ def _save_pretrained(
     """`save_pretrained` of whole weights; all ranks must call it."""
     original = functools.partial(type(self).save_pretrained, self)  # type: ignore[attr-defined]
     save_whole(self, original, save_directory, is_main_process, state_dict, **kwargs)
+
+
+def _save_while_whole(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Another library's `save_pretrained`, which takes no weights: rank 0 runs it while all ranks hold whole parameters."""
+    world = world_of_model(self)
+    original = functools.partial(type(self).save_pretrained, self)  # type: ignore[attr-defined]
+    if world is None:
+        original(*args, **kwargs)
+        return
+    world.meet("save_pretrained (all ranks must call it)")
+    with (
+        GatheredParameters(self),
+        world.together("save_pretrained", CheckpointError, max(WRITING_S, world.config.timeout_s)),
+    ):
+        if world.rank == 0:
+            original(*args, **kwargs)
 
 
 def _resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
