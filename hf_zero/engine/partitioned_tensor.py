@@ -10,7 +10,8 @@ error, not a lost edit. Optimizers of torch tell the engine themselves, by torch
 
 [Note: an error in our own words] An operation that mixes a partitioned parameter with an ordinary tensor raises torch's
 "got mixed torch.Tensor and DTensor", which never says why the parameter is a `DTensor`. Here it becomes a `UsageError`
-that does. Values computed from a parameter are of this type too while gradients are recorded, so they do the same.
+that does. Values computed from a parameter are of this type too while gradients are recorded, so they do the same; but
+for numbers, which are made whole (`ComputedScalar`).
 """
 
 from __future__ import annotations
@@ -329,7 +330,8 @@ def _draw_whole(func: Any, args: Any, kwargs: Any, written: list[PartitionedTens
 
 
 def _as_view(result: DTensor, base: PartitionedTensor) -> PartitionedTensor:
-    view = PartitionedTensor._like(result)
+    is_number = base._zero_param is None and result.ndim == 0  # such as an entry of a vector of norms
+    view = (ComputedScalar if is_number else PartitionedTensor)._like(result)
     vars(view).update(vars(base))  # `module.to` makes a parameter of such a view, and swaps it with the old one
     view._zero_base = base._zero_param
     local, own = result._local_tensor, base._local_tensor
@@ -341,8 +343,25 @@ def _as_view(result: DTensor, base: PartitionedTensor) -> PartitionedTensor:
     return view
 
 
+class ComputedScalar(PartitionedTensor):
+    """A number computed from parameters while gradients are recorded, such as the penalty of a regulariser.
+
+    Where it meets an ordinary tensor (`loss + 0.1 * penalty`), it is taken whole, of all rows: every rank computes the same
+    one, so its gradient is right on each rank's rows.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(not isinstance(each, DTensor) for each in tensors):
+                args, kwargs = pytree.tree_map_only(ComputedScalar, DTensor.full_tensor, (args, kwargs))
+            return func(*args, **kwargs)
+
+
 def _as_computed(result: DTensor) -> PartitionedTensor:
-    computed = PartitionedTensor._like(result)
+    computed = (PartitionedTensor if result.ndim else ComputedScalar)._like(result)
     computed._zero_base = None
     return computed
 

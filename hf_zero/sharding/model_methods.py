@@ -4,7 +4,8 @@
   part in saving.
 - `no_sync`: where accelerate and the Trainer look for it.
 - `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
-- `save_pretrained`: writes whole weights.
+- `save_pretrained`: writes whole weights. Of other libraries than transformers and PEFT (diffusers, sentence-transformers), all
+  parameters are whole on every rank while rank 0 writes.
 - `resize_token_embeddings`: sees whole embeddings; what it creates is partitioned by the next `shard_model`.
 - `generate`: gathers once for the whole call, or keeps the ranks in step while any of them still generates (stage 3).
 
@@ -29,8 +30,10 @@ from hf_zero.checkpoint.model_plan import saves_given_state
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.world import World
+from hf_zero.errors import UsageError
 from hf_zero.sharding.generation import generate
 
+_LOCAL_SGD = "accelerate.local_sgd"
 _METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
 
 
@@ -64,7 +67,14 @@ def detach(model: nn.Module) -> None:
 
 def _no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
     engine = engine_of(self)
-    return contextlib.nullcontext() if engine is None else engine.no_sync()
+    if engine is None:
+        return contextlib.nullcontext()
+    if engine.world.partitions and sys._getframe(1).f_globals.get("__name__") == _LOCAL_SGD:
+        raise UsageError(
+            "LocalSGD lets every rank train parameters of its own for some steps, but here the ranks hold one set of "
+            "parameters together: use stage 0, or gradient accumulation"
+        )
+    return engine.no_sync()
 
 
 def _save_pretrained(

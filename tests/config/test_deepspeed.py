@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_zero.config import zero_config
 from hf_zero.config.deepspeed_rules import TOP_KEYS
 from hf_zero.config.zero_config import LossScale, ZeroConfig, load_with_import, read_deepspeed
 from hf_zero.errors import ConfigError
@@ -664,3 +665,16 @@ def test_deepspeed_any_values_give_an_import_or_a_config_error(block: dict[str, 
     except ConfigError:
         return
     assert imported.table() and ZeroConfig.from_dict(imported.config.to_dict()) == imported.config
+
+
+def test_deepspeed_table_is_shown_once_on_the_first_rank_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, shown in (("1", 0), ("0", 1)):
+        zero_config._show_once.cache_clear()
+        monkeypatch.setenv("RANK", rank)
+        for _ in range(2):
+            ZeroConfig.load({"zero_optimization": {"stage": 2}, "steps_per_print": 10})
+        text = capsys.readouterr().err
+        assert text.count("is a DeepSpeed file; what it means here") == shown
+        assert text.count("steps_per_print") == shown

@@ -404,8 +404,41 @@ def test_full_tensor_outside_a_forward_is_reduced_and_other_uses_say_what_to_do(
     with pytest.raises(zero.UsageError, match=r"parameter 'head.weight', which hf_zero has partitioned.*Gathered"):
         nn.functional.linear(torch.ones(2, 5), twins.model.head.weight)
     with pytest.raises(zero.UsageError, match=r"value computed from a parameter.*full_tensor"):
-        twins.model(twins.own()).sum() + twins.model.head.weight.pow(2).sum()
+        twins.model(twins.own()).sum() + twins.model.head.weight.pow(2)
     twins.step()
+
+
+def _penalised(model: nn.Module, x: Tensor) -> Tensor:
+    loss = square_loss(model, x) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+    loss += 0.01 * sum(p.abs().mean() for name, p in model.named_parameters() if "bias" not in name)
+    norms = torch.stack([torch.linalg.vector_norm(p) for p in model.parameters()])
+    return torch.add(loss, norms[0], alpha=0.1) * (1 + 0.01 * model.head.weight.norm())
+
+
+@_SHARDED
+@on_ranks(2)
+def test_regulariser_over_all_parameters_is_part_of_the_loss(stage: int) -> None:
+    twins = Twins(stage, loss=_penalised)
+    twins.step(2)
+    for micro in range(2):  # and while gradients are kept
+        with twins.model.no_sync() if micro == 0 else contextlib.nullcontext():
+            _penalised(twins.model, batch(twins.rank, 50 + micro)).backward()
+        for rank in range(2):
+            (_penalised(twins.reference, batch(rank, 50 + micro)) / 2).backward()
+    twins.update()
+
+
+class _Penalising(Net):
+    """Regularises in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).pow(2).mean() + 0.1 * sum(p.pow(2).sum() for p in self.blocks.parameters())
+
+
+@_SHARDED
+@on_ranks(2)
+def test_regulariser_inside_the_forward_is_part_of_the_loss(stage: int) -> None:
+    Twins(stage, _Penalising, lambda model, x: model(x)).step(3)
 
 
 # ---- what leaves a call ----------------------------------------------------------------------------------------------

@@ -132,7 +132,6 @@ def _read_config(args: TrainingArguments) -> ZeroConfig | None:
     config, imported = load_with_import(source)
     if imported is not None:
         _take_over(args, imported.training)
-        logger.info("%s", imported.table())
     return config
 
 

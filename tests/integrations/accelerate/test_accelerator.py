@@ -13,6 +13,7 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.local_sgd import LocalSGD
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -384,3 +385,44 @@ def train_alone_with_accelerate(is_ours: bool) -> list[float]:
 
 def test_one_process_trains_as_under_a_plain_accelerator() -> None:
     assert run_alone(train_alone_with_accelerate, True) == run_alone(train_alone_with_accelerate, False)
+
+
+def train_locally(stage: int) -> dict[str, Tensor] | str:
+    accelerator = make_accelerator(Loop(stage=stage))
+    model = make_model(CASE)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    try:
+        with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+            for step in range(4):
+                accelerator.backward(CASE.loss(model, CASE.batch(step, accelerator.process_index)))
+                optimizer.step()
+                optimizer.zero_grad()
+                local.step()
+    except zero.UsageError as error:
+        return str(error)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def average_locally() -> dict[str, Tensor]:
+    models = [make_model(CASE) for _ in range(RANKS)]
+    for step in range(4):
+        for rank, model in enumerate(models):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            CASE.loss(model, CASE.batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 2:
+            for params in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(param.data for param in params) / RANKS
+                for param in params:
+                    param.data = mean.clone()
+    return {name: param.detach() for name, param in models[0].named_parameters()}
+
+
+def test_local_sgd_is_that_of_plain_where_nothing_is_partitioned_and_an_error_elsewhere() -> None:
+    wanted = run_alone(average_locally)
+    for found in run_ranks(train_locally, RANKS, 0):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, msg=name)
+    for stage in (1, 3):
+        assert all("use stage 0, or gradient accumulation" in text for text in run_ranks(train_locally, RANKS, stage))
