@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.param_hooks import grad_hooks
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
-from hf_zero.engine.partitioned_tensor import UnreducedGradient, grad_hooks
+from hf_zero.engine.partitioned_tensor import UnreducedGradient
 from hf_zero.engine.reduction import Reducer
 from hf_zero.engine.unit import Unit
 from hf_zero.engine.world import World

@@ -14,8 +14,8 @@ from hf_zero import torch_compat
 from hf_zero.engine.accumulation import Accumulation, add_up
 from hf_zero.engine.call import Call, Entry, check_not_outdated
 from hf_zero.engine.gathering import Gathering
+from hf_zero.engine.param_hooks import post_accumulate_hooks
 from hf_zero.engine.parameter import ZeroParameter
-from hf_zero.engine.partitioned_tensor import post_accumulate_hooks
 from hf_zero.engine.reading import Read, connected
 from hf_zero.engine.reduction import Reducer, WholeReducer, ways
 from hf_zero.engine.unit import Lease, Unit

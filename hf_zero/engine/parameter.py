@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.partitioned_tensor import PartitionedTensor, take_hooks_along
+from hf_zero.engine.param_hooks import take_hooks_along
+from hf_zero.engine.partitioned_tensor import PartitionedTensor
 from hf_zero.layout import RowLayout
 
 
@@ -177,7 +178,8 @@ def cut(param: nn.Parameter, layout: RowLayout, rank: int, dtype: torch.dtype, m
 def wrap(local: Tensor, layout: RowLayout, mesh: DeviceMesh, like: nn.Parameter) -> nn.Parameter:
     """A parameter over the rows `local`, with the attributes and `requires_grad` of `like`."""
     new = PartitionedTensor.over(local, layout, mesh).as_parameter(like.requires_grad)
-    take_hooks_along(like, new)
+    if not isinstance(like, PartitionedTensor):  # it has them among its attributes
+        take_hooks_along(like, new)
     for key, value in vars(like).items():
         setattr(new, key, value)
     return new

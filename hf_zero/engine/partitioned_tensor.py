@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol, cast
 
@@ -31,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
+from hf_zero.engine.param_hooks import register
 from hf_zero.engine.world import own_rows
 from hf_zero.errors import UsageError
 from hf_zero.layout import RowLayout
@@ -190,11 +190,11 @@ class PartitionedTensor(DTensor):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call `hook` with this rank's whole gradient, once a backward, before it is reduced."""
-        return _register(self, "_zero_hooks", hook) if self.is_leaf else super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return register(self, "_zero_hooks", hook) if self.is_leaf else super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """Call `hook` with the parameter when its reduced rows have been added to `.grad`, at the end of a backward."""
-        return _register(self, "_zero_post_hooks", hook)
+        return register(self, "_zero_post_hooks", hook)
 
     def share_memory_(self) -> NoReturn:
         """Raise: torch would move the rows out of the memory that the engine reads."""
@@ -249,47 +249,6 @@ class UnreducedGradient(DTensor):
         plain = pytree.tree_map_only(cls, lambda t: torch_compat.wrap_like(t._local_tensor, t), (args, kwargs or {}))
         result = func(*plain[0], **plain[1])
         return args[0] if isinstance(result, Tensor) and _writes_of(func) else result
-
-
-def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """What `register_hook` has been given for a parameter that autograd never reaches."""
-    return [*vars(param).get("_zero_hooks", {}).values(), *(param._backward_hooks or {}).values()]
-
-
-def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """What `register_post_accumulate_grad_hook` has been given for a parameter that autograd never reaches."""
-    known: Any = getattr(param, "_post_accumulate_grad_hooks", None)
-    return [*vars(param).get("_zero_post_hooks", {}).values(), *(known or {}).values()]
-
-
-def take_hooks_along(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Let `new`, which takes the place of `old`, have its hooks; their handles remove them there."""
-    if isinstance(old, PartitionedTensor):
-        return  # among its attributes
-    for name, known in (("_zero_hooks", "_backward_hooks"), ("_zero_post_hooks", "_post_accumulate_grad_hooks")):
-        hooks = getattr(old, known, None)
-        if hooks:
-            for hook in hooks.values():
-                _refuse_fused_step(hook)
-            setattr(new, name, hooks)
-
-
-def _register(tensor: Tensor, name: str, hook: Any) -> RemovableHandle:
-    _refuse_fused_step(hook)
-    hooks = vars(tensor).setdefault(name, OrderedDict())
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
-
-
-def _refuse_fused_step(hook: Any) -> None:
-    """LOMO changes parameters in gradient hooks, where a rank has only its own gradient, and never takes a step."""
-    name = getattr(hook, "__qualname__", "")
-    if name.startswith(("Lomo.", "AdaLomo.")):
-        raise UsageError(
-            f"{name.partition('.')[0]} changes parameters while the backward runs, when gradients are not reduced yet: use "
-            "another optimizer (AdamW, Adafactor, ...), or stage 0"
-        )
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
