@@ -117,6 +117,16 @@ def test_trainer_recipes_leave_what_from_pretrained_loads(recipe: str, kind: Any
     assert AutoTokenizer.from_pretrained(out)("make a list")["input_ids"]
 
 
+@pytest.mark.slow
+def test_clm_leaves_what_from_pretrained_loads(tmp_path: Path) -> None:
+    sizes = ["--hidden_size=32", "--intermediate_size=48", "--num_hidden_layers=2", "--num_attention_heads=2"]
+    rows = _few_rows("clm", tmp_path).replace("--dataset_name", "--train_file")
+    argv = [*_FEW, '--zero={"stage": 3}', rows, "--block_size=16", "--save_strategy=no", *sizes]
+    printed, out = _train("clm", tmp_path, argv)
+    assert "trained: 2 steps" in printed and "held out" in printed
+    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 32
+
+
 def test_lora_leaves_an_adapter_that_plain_peft_loads(tmp_path: Path) -> None:
     from peft import PeftModel
 
