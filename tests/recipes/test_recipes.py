@@ -186,12 +186,7 @@ def test_nn_transformer_leaves_a_state_dict_of_plain_torch(tmp_path: Path) -> No
     "stage",
     [
         0,
-        pytest.param(
-            3,
-            marks=pytest.mark.xfail(
-                strict=False, reason="Muon is refused on partitioned parameters: it needs whole ones"
-            ),
-        ),
+        3,
     ],
 )
 def test_muon_leaves_what_from_pretrained_loads(stage: int, tmp_path: Path) -> None:
