@@ -167,6 +167,14 @@ def new_group_among(
     return cast(dist.ProcessGroup, group)
 
 
+def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that exchanges a group's tensors of a device: "gloo", "nccl".
+
+    `dist.get_backend` says "cpu:gloo,cuda:nccl" of a group that was made without the name of one.
+    """
+    return str(group._get_backend(device).name())
+
+
 @contextlib.contextmanager
 def coalesced(group: dist.ProcessGroup) -> Iterator[list[dist.Work]]:
     """Within: collectives of one kind on `group` are collected; at the end they start together. Yields what to wait for."""

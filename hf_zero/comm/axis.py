@@ -60,7 +60,7 @@ class Axis:
         # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer.
         timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))
         group, gather_group = _new_group(chosen, timeout), _new_group(chosen, timeout)
-        is_gloo = str(dist.get_backend(group)) == "gloo"
+        is_gloo = torch_compat.backend_on(group, device) == "gloo"
         control_group = group if is_gloo else _new_group(chosen, timeout, "gloo")
         rank, mesh = chosen.index(dist.get_rank()), _mesh_over(chosen, device.type)
         return cls(chosen, rank, mesh, group, gather_group, control_group, device, timeout_s, ledger)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero import torch_compat
 from hf_zero.comm.axis import Axis
 from hf_zero.comm.exchange import Exchange, Part, named
 from hf_zero.errors import CollectiveError
@@ -71,7 +72,7 @@ class Collectives(ABC):
         self.ranks = axis.ranks
         self.rank = axis.rank
         self.num_ranks = len(axis.ranks)
-        self.backend = str(dist.get_backend(axis.group))
+        self.backend = torch_compat.backend_on(axis.group, axis.device)
         self._sequence = 0
         self.reason = ""
         self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind

@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,26 @@ def _gather(choice: str, dtype: torch.dtype) -> None:
 @_DTYPES
 def test_gather_completes_every_ranks_rows(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
     run_ranks(_gather, num_ranks, choice, dtype)
+
+
+def _edit_during_gather(ranks: list[int]) -> bool:
+    """Whether own rows, changed while a late peer keeps the gather from its end, stay as they were changed."""
+    if dist.get_rank() not in ranks:
+        return True
+    collectives = make_collectives("native", ranks, torch.device("cpu"), 20.0, Ledger())
+    layout = RowLayout((4, 3), len(ranks))
+    flat = torch.zeros(layout.padded_numel)
+    if collectives.rank:
+        time.sleep(0.3)
+    exchange = collectives.gather([Rows(flat, layout)], "unit")
+    layout.elements_of(flat, collectives.rank).fill_(1.0)
+    exchange.wait()
+    return bool(layout.elements_of(flat, collectives.rank).eq(1.0).all())
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 2]])  # torch names the backend of groups of some ranks otherwise
+def test_gloo_leaves_own_rows_as_they_are_changed_meanwhile(ranks: list[int]) -> None:
+    assert run_ranks(_edit_during_gather, 3, ranks) == [True] * 3
 
 
 def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str, sum_dtype: torch.dtype | None = None) -> None:

@@ -418,13 +418,14 @@ def _penalised(model: nn.Module, x: Tensor) -> Tensor:
 @_SHARDED
 @on_ranks(2)
 def test_regulariser_over_all_parameters_is_part_of_the_loss(stage: int) -> None:
-    twins = Twins(stage, loss=_penalised)
+    # The penalties are large, and so is what the order of their additions leaves in float32.
+    twins = Twins(stage, loss=_penalised, make=lambda: Net().double(), draw=lambda *at: batch(*at).double())
     twins.step(2)
     for micro in range(2):  # and while gradients are kept
         with twins.model.no_sync() if micro == 0 else contextlib.nullcontext():
-            _penalised(twins.model, batch(twins.rank, 50 + micro)).backward()
+            _penalised(twins.model, batch(twins.rank, 50 + micro).double()).backward()
         for rank in range(2):
-            (_penalised(twins.reference, batch(rank, 50 + micro)) / 2).backward()
+            (_penalised(twins.reference, batch(rank, 50 + micro).double()) / 2).backward()
     twins.update()
 
 
