@@ -75,7 +75,9 @@ TORCH = [
         torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"
     ),
     Seam(torch.distributed.distributed_c10d, "_new_process_group_helper", "group_name: GroupName", "new_group_among"),
-    Seam(torch.distributed.ProcessGroup, "_get_backend", "", "backend_on: a group may have one for each type of device"),
+    Seam(
+        torch.distributed.ProcessGroup, "_get_backend", "", "backend_on: a group may have one for each type of device"
+    ),
     Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "new_group_among"),
     Seam(torch.distributed.distributed_c10d, "new_group", "new_group_with_tag", "new_group_among"),
     Seam(torch.distributed.distributed_c10d, "_new_group_with_tag", "_world.pg_group_ranks[pg] =", "new_group_among"),

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
+from hf_zero.engine.computed import with_mean_gradient
 from hf_zero.engine.param_hooks import register
 from hf_zero.engine.world import own_rows
 from hf_zero.errors import UsageError
@@ -186,7 +187,12 @@ class PartitionedTensor(DTensor):
         owner, param = self._zero_owner, self._zero_param
         if owner is not None and param is self and torch.is_grad_enabled() and self.requires_grad:
             return owner.whole_at_rest(self)
-        return super().full_tensor(grad_placements=grad_placements)
+        whole = super().full_tensor(grad_placements=grad_placements)
+        return (
+            with_mean_gradient(self, whole)
+            if param is None and grad_placements is None and whole.requires_grad
+            else whole
+        )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call `hook` with this rank's whole gradient, once a backward, before it is reduced."""
@@ -305,8 +311,8 @@ def _as_view(result: DTensor, base: PartitionedTensor) -> PartitionedTensor:
 class ComputedScalar(PartitionedTensor):
     """A number computed from parameters while gradients are recorded, such as the penalty of a regulariser.
 
-    Where it meets an ordinary tensor (`loss + 0.1 * penalty`), it is taken whole, of all rows: every rank computes the same
-    one, so its gradient is right on each rank's rows.
+    Where it meets an ordinary tensor (`loss + 0.1 * penalty`), it is taken whole, of all rows, and its gradient is averaged:
+    see [Note: gradient of a computed value].
     """
 
     @classmethod
@@ -315,7 +321,7 @@ class ComputedScalar(PartitionedTensor):
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         with torch._C.DisableTorchFunctionSubclass():
             if any(not isinstance(each, DTensor) for each in tensors):
-                args, kwargs = pytree.tree_map_only(ComputedScalar, DTensor.full_tensor, (args, kwargs))
+                args, kwargs = pytree.tree_map_only(ComputedScalar, ComputedScalar.full_tensor, (args, kwargs))
             return func(*args, **kwargs)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -415,18 +416,32 @@ def _penalised(model: nn.Module, x: Tensor) -> Tensor:
     return torch.add(loss, norms[0], alpha=0.1) * (1 + 0.01 * model.head.weight.norm())
 
 
-@_SHARDED
-@on_ranks(2)
-def test_regulariser_over_all_parameters_is_part_of_the_loss(stage: int) -> None:
+def _train_penalised(stage: int, **config: Any) -> None:
     # The penalties are large, and so is what the order of their additions leaves in float32.
-    twins = Twins(stage, loss=_penalised, make=lambda: Net().double(), draw=lambda *at: batch(*at).double())
+    twins = Twins(stage, loss=_penalised, make=lambda: Net().double(), draw=lambda *at: batch(*at).double(), **config)
     twins.step(2)
     for micro in range(2):  # and while gradients are kept
         with twins.model.no_sync() if micro == 0 else contextlib.nullcontext():
             _penalised(twins.model, batch(twins.rank, 50 + micro).double()).backward()
-        for rank in range(2):
-            (_penalised(twins.reference, batch(rank, 50 + micro).double()) / 2).backward()
+        for rank in range(twins.num_ranks):
+            (_penalised(twins.reference, batch(rank, 50 + micro).double()) / twins.num_ranks).backward()
     twins.update()
+    weight = twins.model.head.weight
+    large = torch.outer(*[twins.model.enter.weight.full_tensor().flatten().repeat(5)] * 2).sum()
+    large.backward()  # computed from a whole parameter
+    with pytest.raises(zero.UsageError, match=r"param.full_tensor\(\)"):
+        weight.repeat(300, 1).full_tensor()
+
+
+@_SHARDED
+@on_ranks(2)
+def test_regulariser_over_all_parameters_is_part_of_the_loss(stage: int) -> None:
+    _train_penalised(stage)
+
+
+@on_ranks(4)
+def test_regulariser_counts_once_among_replicas() -> None:
+    _train_penalised(3, replicate=2)
 
 
 class _Penalising(Net):

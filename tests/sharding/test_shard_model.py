@@ -34,12 +34,6 @@ def _on_two_devices() -> nn.Module:
     return net
 
 
-def _quantised() -> nn.Module:
-    net = Net()
-    net.is_quantized = True
-    return net
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -48,9 +42,8 @@ def _quantised() -> nn.Module:
         (lambda: Net().to("meta"), "meta"),
         (_on_two_devices, "several devices"),
         (lambda: _complex(True), "phase is complex"),
-        (_quantised, "quantised"),
     ],
-    ids=["deepspeed", "data_parallel", "meta", "two_devices", "complex", "quantised"],
+    ids=["deepspeed", "data_parallel", "meta", "two_devices", "complex"],
 )
 def test_model_that_cannot_be_partitioned_raises(make: Callable[[], nn.Module], message: str) -> None:
     model = make()
