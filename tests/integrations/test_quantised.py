@@ -42,7 +42,8 @@ def adapted(folder: str, kind: str) -> nn.Module:
     )
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(3)
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "v_proj"]))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(model, config).train()  # in evaluation, bitsandbytes packs weights of some sizes only
 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
