@@ -120,6 +120,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     if config is None:
         return
     config = args.zero_config = with_mixed_precision(config, args.mixed_precision)
+    _take_full_eval(args, config)
     _ = args.device  # starts the process group
     init.activate(config, args.device)
     patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
@@ -157,9 +158,19 @@ def _check_combination(args: TrainingArguments) -> None:
         )
     if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
         raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name):
-            raise ConfigError(f"{name} casts the parameters that are being trained; use compute_dtype in zero instead")
+
+
+def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:
+    """Modules compute in one dtype, in training and in evaluation, so there is nothing left to cast for an evaluation."""
+    for name, dtype in (("bf16_full_eval", "bfloat16"), ("fp16_full_eval", "float16")):
+        if not getattr(args, name):
+            continue
+        if config.compute_dtype != dtype:
+            raise ConfigError(
+                f"{name} would cast the partitioned parameters for good, also for training: set {name[:4]}=True (or "
+                f"compute_dtype: {dtype} in zero), with which evaluation and training compute in {dtype}"
+            )
+        setattr(args, name, False)
 
 
 @functools.cache

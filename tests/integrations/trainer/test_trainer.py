@@ -793,6 +793,17 @@ def resume_what_is_whole(folder: str) -> list[float]:
     return losses
 
 
+@undone
+def evaluate_in_bfloat16(folder: str, stage: int | None) -> float:
+    args = arguments(folder, stage, bf16=True, bf16_full_eval=True)
+    trainer = Trainer(model=loaded(folder), args=args, eval_dataset=dataset(), data_collator=collate)
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def test_evaluation_in_bfloat16_computes_in_it(folder: str) -> None:
+    assert run_ranks(evaluate_in_bfloat16, 2, folder, 3) == run_ranks(evaluate_in_bfloat16, 2, folder, None)
+
+
 def test_a_model_left_whole_saves_and_resumes_as_ever(folder: str) -> None:
     for straight, resumed in run_ranks(resume_what_is_whole, 2, folder):
         assert straight == resumed
@@ -822,8 +833,8 @@ def test_what_cannot_be_combined_is_a_config_error_on_all_ranks(folder: str) -> 
         "fsdp": "cannot be combined with fsdp or deepspeed",
         "deepspeed": "cannot be combined with fsdp or deepspeed",
         "lomo": "while the backward runs",
-        "bf16_full_eval": "compute_dtype",
-        "fp16_full_eval": "compute_dtype",
+        "bf16_full_eval": "set bf16=True",
+        "fp16_full_eval": "set fp16=True",
         "unknown_key": "did you mean 'prefetch_bytes'?",
         "no_file": "nothing.yaml",
     }
