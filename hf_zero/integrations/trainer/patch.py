@@ -7,6 +7,7 @@ Nothing changes for a Trainer whose arguments, callbacks and model have nothing 
   Subclasses such as TRL's get here too, with their final model.
 - `call_model_init`: the model of `model_init` gets its engine.
 - `train`: finds and verifies the checkpoint to resume from.
+- `save_model`, before transformers 5.23: adapters are saved by all ranks, as everything else is.
 - `_save`: a model without a `save_pretrained` is saved by all ranks.
 - `_save_checkpoint`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`,
   `_load_best_model`: checkpoints are written, committed, verified and read by `trainer_checkpoint`.
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import compare_versions
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -58,6 +60,8 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
         "_load_optimizer_and_scheduler": _wrap_load_optimizer,
         "_load_best_model": _wrap_load_best,
     }
+    if compare_versions("transformers", "<", "5.23"):
+        wrappers["save_model"] = _wrap_save_model
     for name, wrap in wrappers.items():
         original = Trainer.__dict__[name]
         _originals[name] = original
@@ -139,6 +143,17 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
                 self._load_from_checkpoint(resume_from_checkpoint)
                 resume_from_checkpoint = None
         return original(self, resume_from_checkpoint, *args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_save_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> Any:
+        if engine_under(self.model) is None or not hasattr(self.model, "peft_config"):
+            return original(self, output_dir, _internal_call)
+        self._save(output_dir if output_dir is not None else self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     return wrapped
 
