@@ -197,7 +197,7 @@ class Backward:
             return
         if not call.leases:
             self.gathering.acquire(call)
-        call.install(tensors)
+        call.install(tensors, self.make_whole)
         call.entry.backward_call = call
 
     def on_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:

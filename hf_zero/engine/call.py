@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from torch import Tensor, nn
 
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.quantised import as_shown
 from hf_zero.engine.saved import SavedWeights
 from hf_zero.engine.unit import Lease, Unit
 from hf_zero.errors import UsageError
@@ -103,10 +104,19 @@ class Call:
         for unit in self.units:
             self.leases.append(unit.acquire())
 
-    def install(self, tensors: list[Tensor]) -> None:
-        """Let the modules see the whole tensors."""
-        for p, tensor in zip(self.parameters, tensors, strict=True):
-            p.push(self, tensor)
+    def install(self, tensors: list[Tensor], make_whole: Callable[[Unit, int], None]) -> None:
+        """Let the modules see the whole tensors.
+
+        Args:
+            tensors: of the parameters, in order.
+            make_whole: makes a unit whole until the backward ends.
+        """
+        at = 0
+        for unit in self.units:
+            memory = unit if unit.is_releasable else None
+            for p in unit.parameters:
+                p.push(self, as_shown(p.param, tensors[at], memory, make_whole))
+                at += 1
 
     def uninstall(self) -> None:
         """Let the modules see what they saw before the call."""

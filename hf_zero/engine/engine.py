@@ -22,6 +22,7 @@ from hf_zero.engine.grouping import Found, find_parameters, group
 from hf_zero.engine.hooks import EntryHooks, Hook
 from hf_zero.engine.parameter import ZeroParameter, at_rest_id
 from hf_zero.engine.partitioned_tensor import forget_owner, set_owner
+from hf_zero.engine.quantised import as_shown, is_quantised
 from hf_zero.engine.reading import (
     Read,
     ReadableParameters,
@@ -96,7 +97,7 @@ class ZeroEngine:
             holders=[(weakref.ref(module), name) for module, name in found.locations],
             layout=layout,
             rank=world.shard_rank,
-            compute_dtype=world.precision.compute_for(made_in, keeps_float32),
+            compute_dtype=param.dtype if is_quantised(param) else world.precision.compute_for(made_in, keeps_float32),
             averages=world.config.gradient_reduction == "mean",
             aliases=found.names[1:],
         )
@@ -310,7 +311,7 @@ class ZeroEngine:
         if known is None:
             self.gathering.begin_read()
             unit = self._unit_of[id(p)]
-            whole = unit.read_whole(p)
+            whole = as_shown(param, unit.read_whole(p))
             known = in_graph(self.backward, Read(p, unit), whole) if is_traced else whole
             self.gathering.reads[id(p), is_traced] = known
         return known

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.grouping import find_parameters
 from hf_zero.engine.parameter import put
+from hf_zero.engine.quantised import as_shown
 from hf_zero.engine.world import World, world_that_cut
 from hf_zero.errors import UsageError
 from hf_zero.layout import RowLayout
@@ -111,6 +113,7 @@ class GatheredParameters:
         _check_not_in_use(param)
         layout = world.layout_of(param)
         whole = nn.Parameter(gather_whole(param), requires_grad=param.requires_grad)
+        whole = cast(nn.Parameter, as_shown(param, whole))
         for key, value in vars(param).items():
             if key not in vars(whole):
                 setattr(whole, key, value)

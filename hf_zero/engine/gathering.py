@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.call import Call
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.quantised import as_shown
 from hf_zero.engine.reading import is_method_running
 from hf_zero.engine.schedule import GatherOrder, first_uses
 from hf_zero.engine.unit import GatheredMemory, Lease, Residency, Unit
@@ -156,7 +157,7 @@ class Gathering:
                         each.start_gather()
                 self._held.append(unit.acquire())
                 for p, whole in zip(unit.parameters, unit.whole_tensors(), strict=True):
-                    p.push(self._held, whole)
+                    p.push(self._held, as_shown(p.param, whole))
             yield
         finally:
             self.let_go()

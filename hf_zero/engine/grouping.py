@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_zero.config.zero_config import UnitGrouping
+from hf_zero.engine.quantised import can_be_cut, is_of_own_class
 from hf_zero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,24 +46,24 @@ class Found:
     locations: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def is_of_own_class(param: nn.Parameter) -> bool:
-    """Whether this is a frozen parameter whose class alone knows what its bytes mean: quantised weights.
-
-    Nothing of ZeRO's is done to such: it stays as it is, whole, on every rank.
-    """
-    is_own = type(param) is not nn.Parameter and isinstance(param, nn.Parameter) and not isinstance(param, DTensor)
-    return is_own and not param.requires_grad
-
-
 def find_parameters(model: nn.Module) -> list[Found]:
     """Every parameter once, in the model's order, with all its names and places (tied ones have several).
 
-    But for those of a class of their own, see `is_of_own_class`.
+    But for those of a class of their own, see [Note: quantised weights].
     """
+    return _find(model, lambda param: not is_of_own_class(param))
+
+
+def find_quantised(model: nn.Module) -> list[Found]:
+    """The parameters of a class of their own that can be cut nevertheless."""
+    return _find(model, can_be_cut)
+
+
+def _find(model: nn.Module, is_wanted: Callable[[nn.Parameter], bool]) -> list[Found]:
     found: dict[int, Found] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
-            if param is None or is_of_own_class(param):
+            if param is None or not is_wanted(param):
                 continue
             entry = found.setdefault(id(param), Found(param))
             entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)

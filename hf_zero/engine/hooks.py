@@ -90,7 +90,7 @@ class EntryHooks:
         else:
             tensors = call.whole_tensors()
         entry.stack[-1] = (call, tensors)
-        call.install(tensors)
+        call.install(tensors, backward.make_whole)
         call.versions = [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
         releasable = [unit for unit in entry.units if unit.is_releasable]
         if releasable and is_traced:

@@ -152,6 +152,7 @@ class Unit:
         # drop theirs at different times, and must gather alike.
         self.is_kept = False
         self.is_held = False  # somebody has kept a view of the memory, which therefore stays
+        self.guarded: list[weakref.ref[Tensor]] = []
         self.live_calls: weakref.WeakSet[object] = weakref.WeakSet()
         self._world = world
         self._memory = memory
@@ -197,8 +198,8 @@ class Unit:
         return self._storage.data_ptr()
 
     def num_holders(self) -> int:
-        """How many tensors hold the memory."""
-        return torch_compat.num_holders(self._storage)
+        """How many tensors hold the memory; those of nodes that see to themselves do not count."""
+        return torch_compat.num_holders(self._storage) - sum(view() is not None for view in self.guarded)
 
     def view(self, offset_bytes: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A view of the memory; the unit must be whole."""

@@ -179,8 +179,8 @@ class LoadSeam:
         with self._world.together("cannot partition this model while loading", PartitionError):
             if load_config.hf_quantizer is not None:
                 raise PartitionError(
-                    "quantised weights cannot be cut into rows: use stage 2 (or 1), and load the model outside of zero.Init; "
-                    "the Trainer, ZeroAccelerator.prepare or shard_model partitions what is not quantised"
+                    "quantised weights cannot be cut while they are loaded: load the model outside of zero.Init; the Trainer, "
+                    "ZeroAccelerator.prepare or shard_model partitions it then"
                 )
             if load_config.device_mesh is not None:
                 raise PartitionError("a distributed_config shards the model already")
@@ -203,7 +203,7 @@ class LoadSeam:
             self.left_whole.add(model)
         is_ours = not self.is_paused and expected_keys is None and any(p.is_meta for p in model.parameters())
         if load_config.hf_quantizer is not None and self._open_cutter is None:
-            is_ours = is_ours and self._world.config.policy.shards_parameters  # others leave it to `shard_model`, whole
+            is_ours = False  # whole, until `shard_model` cuts what can be cut
         if is_ours:
             self._loaded.add(model)
         if not is_ours or not self._world.partitions:

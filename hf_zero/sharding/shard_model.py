@@ -16,10 +16,11 @@ from hf_zero import torch_compat
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.float32_modules import find_modules
-from hf_zero.engine.grouping import Found, find_parameters, is_of_own_class, named_blocks
+from hf_zero.engine.grouping import Found, find_parameters, find_quantised, named_blocks
 from hf_zero.engine.hooks import Hook
 from hf_zero.engine.optimizers import hear_of_steps
 from hf_zero.engine.parameter import cut, put, wrap
+from hf_zero.engine.quantised import can_be_cut, is_of_own_class, is_quantised, remember_class
 from hf_zero.engine.state_dict import CutStateDict
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import ConfigError, PartitionError
@@ -230,11 +231,14 @@ def _check_quantised(model: nn.Module, world: World) -> None:
     """Raise a `PartitionError` on every rank if quantised weights would have to be cut, or differ between the ranks."""
     own = [(name, param) for name, param in model.named_parameters() if is_of_own_class(param)]
     name = type(model).__name__
-    is_quantised = bool(own) or getattr(model, "is_quantized", False)
-    if is_quantised and world.config.policy.shards_parameters and world.partitions:
+    is_cut = any(is_quantised(param) for param in model.parameters())
+    is_known = is_cut or (bool(own) and all(can_be_cut(param) for _, param in own))
+    cuts = world.config.policy.shards_parameters and world.partitions
+    if cuts and not is_known and (own or getattr(model, "is_quantized", False)):
         raise PartitionError(
-            f"{name} is quantised, and stage 3 cannot cut quantised weights: use stage 2 (or 1), which leaves them whole on "
-            "every rank and partitions the gradients and optimizer states of all others; or load it unquantised"
+            f"{name} is quantised, and of quantised weights stage 3 can cut bitsandbytes' 4-bit ones only: use those, or "
+            "stage 2 (or 1), which leaves all of them whole on every rank and partitions the gradients and optimizer states "
+            "of the others; or load it unquantised"
         )
     sums = [int(param.detach().as_subclass(torch.Tensor).view(torch.uint8).sum()) for _, param in own]
     for rank, others in enumerate(world.everyone.agree(sums, "quantised weights") if own else ()):
@@ -297,6 +301,9 @@ def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parame
         The parameters that were replaced, with their names.
     """
     replaced = []
+    if world.partitions and world.config.policy.shards_parameters:
+        for found in find_quantised(model):
+            _partition_quantised(found, world)
     for found in find_parameters(model):
         if isinstance(found.param, DTensor):
             continue
@@ -306,6 +313,16 @@ def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parame
         if found.param is not old:
             replaced.append((old, found.names[0]))
     return replaced
+
+
+def _partition_quantised(found: Found, world: World) -> None:
+    """Cut packed bytes to this rank's rows, see [Note: quantised weights]; the ranks have agreed that theirs are equal."""
+    old = found.param
+    plain = nn.Parameter(old.detach().as_subclass(torch.Tensor), requires_grad=False)
+    vars(plain).update(vars(old))
+    found.param = plain
+    partition_one(found, world)
+    remember_class(found.param, old, found.locations)
 
 
 def partition_one(found: Found, world: World) -> None:
