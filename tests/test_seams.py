@@ -19,6 +19,7 @@ from typing import Any
 import accelerate
 import accelerate.optimizer
 import accelerate.state
+import bitsandbytes
 import peft.peft_model
 import peft.tuners
 import peft.tuners.tuners_utils as tuners_utils
@@ -58,6 +59,13 @@ class Seam:
     why: str
 
 
+QUANTISED = [
+    Seam(torch.Tensor, "_make_subclass", "", "bytes in the class that they came in"),
+    Seam(torch.Tensor, "_base", "", "the tensor that a view is one of"),
+    Seam(bitsandbytes.nn.Params4bit, "__new__", "torch.Tensor._make_subclass(cls, data, requires_grad)", "as_shown"),
+    Seam(bitsandbytes.nn.Linear4bit, "forward", "and self.support_avx512bf16_for_cpu", "no packing of what is shown"),
+    Seam(bitsandbytes.autograd._functions.MatMul4Bit, "forward", "ctx.tensors = (None, B)", "nodes keep the bytes"),
+]
 TORCH = [
     Seam(DTensor, "__new__", "", "wrap_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
     Seam(
@@ -294,7 +302,7 @@ PEFT = [
     ),
 ]
 
-SEAMS = [*TORCH, *LOADING, *TRAINER, *ACCELERATE, *PEFT]
+SEAMS = [*TORCH, *QUANTISED, *LOADING, *TRAINER, *ACCELERATE, *PEFT]
 
 
 def source_of(seam: Seam) -> str:
