@@ -18,12 +18,14 @@ from hf_zero.bench.commands import add_benchmarks
 from hf_zero.configure import add_arguments
 from hf_zero.errors import ZeroError
 from hf_zero.launch import launch
+from hf_zero.plan import command as plan
 from hf_zero.tables import aligned
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.inspection import Contents
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as `save_pretrained` counts
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")  # the names that the Trainer and accelerate give
 
@@ -101,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_arguments(
         commands.add_parser("doctor", help="what is installed and missing here, and how ranks would exchange")
     )
+    plan.add_arguments(
+        commands.add_parser("plan", help="what a rank would hold and receive in each stage, and what fits"), _size
+    )
     commands.add_parser("launch", help="`accelerate launch` with --zero FILE, for any script (launch --help says more)")
 
     bench = commands.add_parser("bench", help="measure on this machine, beside other engines")
@@ -109,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", text.strip().upper())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip().upper())
     if found is None or not (size := int(float(found[1]) * _UNITS[found[2] or ""])):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write it like 500MB or 5GB")
     return size

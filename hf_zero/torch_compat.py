@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -173,6 +174,20 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
     `dist.get_backend` says "cpu:gloo,cuda:nccl" of a group that was made without the name of one.
     """
     return str(group._get_backend(device).name())
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
+    """While active, tensors have shapes but no values; gives what makes such tensors of others, as if on the CPU.
+
+    On the meta device, torch would choose its slow attention, which keeps all scores.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+
+        def convert(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
+
+        yield convert
 
 
 @contextlib.contextmanager

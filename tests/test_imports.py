@@ -22,6 +22,7 @@ _FLOORS = [
     ["integrations.peft", "integrations.trainer"],
     ["integrations.everywhere"],
     ["bench"],
+    ["plan"],
     ["run", "launch", "configure", "doctor"],
     ["cli"],
 ]

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.abc
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,9 +38,37 @@ from hf_zero.sharding.shard_model import run_instead
 _originals: list[tuple[Any, str, Any]] = []
 
 
+class _Importing(importlib.abc.MetaPathFinder):
+    """Wraps PEFT's functions when it has been imported: importing it takes seconds, and many programs never need it."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """What the other finders find, with a word after the import."""
+        if fullname != "peft":
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_importing = _Importing()
+
+
 def install() -> None:
-    """Wrap the functions; a second call changes nothing."""
+    """Wrap the functions, now or when PEFT is imported; a second call changes nothing."""
     if _originals:
+        return
+    if "peft" not in sys.modules:
+        if _importing not in sys.meta_path:
+            sys.meta_path.insert(0, _importing)
         return
     tuners = importlib.import_module("peft.tuners")
     tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
@@ -57,6 +87,8 @@ def install() -> None:
 
 def undo() -> None:
     """Put the originals back."""
+    if _importing in sys.meta_path:
+        sys.meta_path.remove(_importing)
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)

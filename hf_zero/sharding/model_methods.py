@@ -39,7 +39,7 @@ _METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
 
 def attach(model: nn.Module, world: World) -> None:
     """Attach all of this to a model; a second call changes nothing."""
-    if "transformers" in sys.modules and importlib.util.find_spec("peft") is not None:
+    if "transformers" in sys.modules:
         importlib.import_module("hf_zero.integrations.peft").install()  # by name: it stands above this floor
     attributes = model.__dict__
     attributes["no_sync"] = types.MethodType(_no_sync, model)

@@ -1,0 +1,119 @@
+"""Bytes that autograd keeps from a forward for its backward, measured with tensors that have no values.
+
+[Note: activations] Counted is every storage that a saved tensor refers to, once, but for parameters and buffers. With
+activation checkpointing a block keeps its inputs only, and while one block computes again, what it keeps is there in full: the
+inputs of all blocks, what lies outside of blocks, and the largest block. Memory within an operation is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_zero import torch_compat
+from hf_zero.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes kept for a backward.
+
+    Attributes:
+        total: the most at a time.
+        largest: of its tensors, whose gradient is there beside it.
+    """
+
+    total: int
+    largest: int
+
+
+NOTHING = Kept(0, 0)
+
+
+@dataclass
+class _Count:
+    """Bytes by storage: of each block while it runs, and outside of blocks.
+
+    Attributes:
+        outside: bytes kept outside of blocks.
+        largest: the largest of those.
+        blocks: bytes that each call of a block keeps.
+        inputs: bytes of each such call's inputs.
+    """
+
+    outside: int = 0
+    largest: int = 0
+    blocks: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+
+    def result(self, checkpoints: bool) -> Kept:
+        """What is kept at the end of the forward; with checkpointing, while the largest block computes again."""
+        inside = sum(self.inputs) + max(self.blocks, default=0) if checkpoints else sum(self.blocks)
+        return Kept(self.outside + inside, self.largest)
+
+
+def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = False) -> Kept:
+    """What a forward of a batch keeps for the backward.
+
+    Args:
+        model: on the meta device, in the dtype that it computes in.
+        batch: keyword arguments of its forward, on the meta device.
+        checkpoints: whether blocks are computed again in the backward.
+
+    Raises:
+        UsageError: the model cannot run on the meta device.
+    """
+    count = _Count()
+    seen: set[int] = set()
+    keeps: list[Tensor] = []  # so that no storage is freed, and its number taken by another
+    running: list[bool] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            keeps.append(tensor)
+            if running:
+                count.blocks[-1] += storage.nbytes()
+            else:
+                count.outside += storage.nbytes()
+                count.largest = max(count.largest, storage.nbytes())
+        return tensor
+
+    def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if not running:
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            count.inputs.append(sum(t.untyped_storage().nbytes() for t in tensors))
+            count.blocks.append(0)
+        running.append(True)
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    handles = []
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(block.register_forward_hook(leave))
+    try:
+        # Fake tensors, since models look at values in places, and know of these that they have none.
+        with (
+            torch_compat.fake_tensors() as convert,
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            named = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+            seen.update(tensor.untyped_storage()._cdata for tensor in named.values())
+            torch.func.functional_call(model, named, (), {key: convert(value) for key, value in batch.items()})
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{type(model).__name__} does not run on tensors without values ({str(error).splitlines()[0]}), so its "
+            "activations are not known: leave --seq-len out"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return count.result(checkpoints)

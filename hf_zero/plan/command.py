@@ -1,0 +1,276 @@
+"""`hf-zero plan`: what each stage would hold and move, what fits, and the configuration for it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.errors import ConfigError, UsageError
+from hf_zero.tables import aligned
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_zero.plan.activations import Kept
+    from hf_zero.plan.memory import Holding, Setting
+    from hf_zero.plan.shapes import ModelShape
+
+_MARGIN = 0.9  # of a device's memory: the rest is for its context, workspaces and fragments
+_MOST_RANKS = 2**14
+_WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+_COLOURS = {
+    "parameters": "#4C72B0",
+    "gradients": "#DD8452",
+    "optimizer": "#55A868",
+    "gathered": "#8172B3",
+    "activations": "#C44E52",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train the model.
+
+    Attributes:
+        setting: with its configuration.
+        checkpoints: whether activations are computed again.
+        holding: what a rank holds; None of its activations are known without a sequence length.
+    """
+
+    setting: Setting
+    checkpoints: bool
+    holding: Holding
+
+    @property
+    def name(self) -> str:
+        """As the table calls it."""
+        return f"stage {self.setting.config.stage}" + (", checkpointing" if self.checkpoints else "")
+
+
+def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
+    """The options of the command."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder with a config.json, a name on the hub, or llama-125m, ..."
+    )
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="processes, one a device (default: 8)")
+    parser.add_argument("--gpu-memory", type=size, metavar="SIZE", help="of one device, such as 80GiB: says what fits")
+    parser.add_argument(
+        "--seq-len", type=int, metavar="TOKENS", help="of a sequence; without it, activations are left out"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=1, metavar="B", help="sequences a rank and micro-batch (default: 1)"
+    )
+    parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing only")
+    parser.add_argument("--accumulation", action="store_true", help="several micro-batches a step")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="computed in (default: bfloat16)"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "adam", "lion", "muon", "momentum", "sgd", "adafactor"),
+        default="adamw",
+        help="(default: adamw)",
+    )
+    parser.add_argument("--replicate", type=int, default=1, metavar="R", help="replicas of the model (default: 1)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the first way that fits")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw what a rank holds, by stage (needs matplotlib)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the plan; returns 0, or 1 if nothing fits.
+
+    Raises:
+        ConfigError: the options contradict each other, or a file exists already.
+        UsageError: the model is not known.
+    """
+    from hf_zero.plan.shapes import meta_model, shapes_of
+
+    _check(args)
+    model = meta_model(args.model)
+    shape = shapes_of(model)
+    rows = rows_of(model, shape, args)
+    print("\n".join(_told(shape, rows, args)))
+    chosen = next(
+        (row for row in rows if args.gpu_memory is None or row.holding.peak <= _MARGIN * args.gpu_memory), None
+    )
+    if args.plot is not None:
+        draw(shape, rows, args.plot)
+        print(f"Drawn in {args.plot}.")
+    if chosen is None:
+        return 1
+    if args.write is not None:
+        _write(args.write, chosen, args)
+        print(f"Wrote {args.write} ({chosen.name}).")
+        print(f"Run: hf-zero launch --num_processes {args.ranks} --zero {args.write} script.py")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("ranks", "batch_size", "seq_len", "replicate"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
+    if args.ranks % args.replicate:
+        raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
+    if args.write is not None and args.write.exists():
+        raise ConfigError(f"{args.write} exists already: remove it, or name another file")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+
+
+def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace) -> list[Row]:
+    """The ways to train a model, in the order of what they cost: exchanges first, then what is computed again."""
+    from hf_zero.plan.activations import NOTHING
+    from hf_zero.plan.memory import Setting, predict
+
+    kept = {False: NOTHING} if args.seq_len is None else _activations(model, args)
+    if args.checkpointing:
+        kept = {True: kept.get(True, NOTHING)}
+    rows = []
+    for checkpoints, found in kept.items():
+        for stage in (0, 1, 2, 3):
+            if args.replicate > 1 and stage == 0:
+                continue
+            config = ZeroConfig(stage=stage, compute_dtype=args.dtype, collectives="native", replicate=args.replicate)
+            setting = Setting(config, args.ranks, args.optimizer, args.accumulation)
+            rows.append(Row(setting, checkpoints, predict(shape, setting, found)))
+    return rows
+
+
+def _activations(model: nn.Module, args: argparse.Namespace) -> dict[bool, Kept]:
+    import torch
+
+    from hf_zero.plan.activations import activations
+
+    if getattr(model, "main_input_name", None) != "input_ids":
+        raise UsageError(f"{type(model).__name__} reads no tokens, so --seq-len says nothing about it: leave it out")
+    tokens = torch.zeros(args.batch_size, args.seq_len, dtype=torch.long, device="meta")
+    batch = {"input_ids": tokens}
+    if type(model).__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(model.forward).parameters:
+        batch["labels"] = tokens
+    config = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # type: ignore[union-attr]
+    computing = model.to(getattr(torch, args.dtype))
+    return {checkpoints: activations(computing, batch, checkpoints) for checkpoints in (False, True)}
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[str]:
+    from hf_zero.plan.memory import balance
+
+    trained = sum(param.numel for param in shape.parameters if param.trains)
+    what = f"{shape.name}: {shape.numel:,} parameters ({trained:,} trainable), {len(shape.units)} units"
+    how = f"{args.ranks:,} ranks, {args.dtype}, {args.optimizer}" + (", accumulation" if args.accumulation else "")
+    how += f", {args.batch_size} x {args.seq_len} tokens a rank" if args.seq_len else ""
+    head = ["a rank", "parameters", "gradients", "optimizer", "gathered", "activations", "peak", "received a step"]
+    table = [head if args.gpu_memory is None else [*head, "fits"]]
+    for row in rows:
+        h = row.holding
+        known = _size(h.activations) if args.seq_len else "?"
+        sizes = [_size(n) for n in (h.parameters, h.gradients, h.optimizer, h.gathered)]
+        moved = _size(h.in_replica) + (f" + {_size(h.between_replicas)}" if h.between_replicas else "")
+        cells = [row.name, *sizes, known, _size(h.peak), moved]
+        table.append(cells if args.gpu_memory is None else [*cells, "yes" if _fits(row, args) else "no"])
+    lines = [what, how, "", aligned(table, "<>", margin="  "), ""]
+    cut = rows[-1].setting
+    lines.append(f"The greatest rank holds {balance(shape, cut):.3f} of the mean of the parameters' elements.")
+    if not args.seq_len:
+        lines.append("Activations are left out: give --seq-len.")
+    if args.gpu_memory is not None:
+        lines += _verdict(shape, rows, args)
+    lines.append(
+        "Parameters count with the whole copies that stages 0 to 2 compute with; gathered: what stage 3 has whole at once.\n"
+        "The peak is the backward's; a device's own context is not in it."
+    )
+    return lines
+
+
+def _fits(row: Row, args: argparse.Namespace) -> bool:
+    return bool(row.holding.peak <= _MARGIN * args.gpu_memory)
+
+
+def _verdict(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[str]:
+    limit = f"{_size(args.gpu_memory)}, of which a tenth is kept free"
+    chosen = next((row for row in rows if _fits(row, args)), None)
+    if chosen is not None:
+        return [f"Cheapest that fits into {limit}: {chosen.name}."]
+    least = min(rows, key=lambda row: row.holding.peak)
+    h = least.holding
+    fixed = h.activations + h.gathered
+    lines = [f"Nothing fits into {limit}; {least.name} comes nearest."]
+    if fixed > _MARGIN * args.gpu_memory:
+        largest = "activations" if h.activations > h.gathered else "gathered units"
+        lines.append(
+            f"More ranks do not help: {largest} alone need {_size(max(h.activations, h.gathered))}. Use a smaller batch or "
+            "shorter sequences." + ("" if least.checkpoints or not args.seq_len else " Or checkpointing.")
+        )
+        return lines
+    ranks = _enough_ranks(shape, least, args)
+    if ranks is not None:
+        lines.append(f"It fits on {ranks:,} ranks.")
+    return lines
+
+
+def _enough_ranks(shape: ModelShape, row: Row, args: argparse.Namespace) -> int | None:
+    from hf_zero.plan.activations import Kept
+    from hf_zero.plan.memory import predict
+
+    ranks = args.ranks
+    while ranks < _MOST_RANKS:
+        ranks *= 2
+        held = predict(shape, replace(row.setting, num_ranks=ranks), Kept(row.holding.activations, 0))
+        if held.peak <= _MARGIN * args.gpu_memory:
+            return int(ranks)
+    return None
+
+
+def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
+    import yaml
+
+    values = {"stage": row.setting.config.stage, "compute_dtype": args.dtype, "expected_world_size": args.ranks}
+    if args.replicate > 1:
+        values["replicate"] = args.replicate
+    text = f"# For {args.model}: hf-zero plan\n" + yaml.safe_dump(values, sort_keys=False)
+    if row.checkpoints:
+        text += "# With the Trainer's gradient_checkpointing=True.\n"
+    path.write_text(text)
+
+
+def draw(shape: ModelShape, rows: list[Row], path: Path) -> None:
+    """Stacked bars of what a rank holds, one for each row."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(1.5 + 1.2 * len(rows), 4))
+    bottoms = [0.0] * len(rows)
+    for kind, colour in _COLOURS.items():
+        heights = [getattr(row.holding, kind) / 2**30 for row in rows]
+        axes.bar([row.name.replace(", ", "\n") for row in rows], heights, bottom=bottoms, label=kind, color=colour)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.set_ylabel("GiB a rank")
+    axes.set_title(f"{shape.name}, {shape.numel / 1e9:.2f} B parameters, {rows[0].setting.num_ranks} ranks")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _size(num_bytes: float) -> str:
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,186 @@
+"""What a rank holds and receives, by kind: arithmetic on shapes, as the engine lays them out.
+
+[Note: peak] Rows, optimizer states, buffers and whole copies stay. Beside them, the memory of a step moves from activations to
+gradients. Three moments are looked at: the backward begins (all activations, and the gradient of the largest of them), is half
+done, and ends. On their way are whole gradients and what peers send of them. Reductions end while the backward goes on: beside
+real runs, half of `bucket_bytes` on the way fits the middle, and all of it the end. With accumulation, gradients of earlier
+micro-batches are there all the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.precision import Precision
+from hf_zero.errors import ConfigError
+from hf_zero.layout import RowLayout, place
+from hf_zero.plan.activations import NOTHING, Kept
+from hf_zero.plan.shapes import ModelShape, ParameterShape
+
+# States of a parameter's size and dtype that an optimizer keeps; factored ones are too small to count.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "momentum": 1, "sgd": 0, "adafactor": 0}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a model is trained with.
+
+    Attributes:
+        config: ZeRO's; `collectives: host` means that all ranks are on one host.
+        num_ranks: of all replicas.
+        optimizer: a name in `OPTIMIZERS`.
+        accumulates: whether a step has several micro-batches.
+    """
+
+    config: ZeroConfig
+    num_ranks: int
+    optimizer: str = "adamw"
+    accumulates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_ranks % self.config.replicate:
+            raise ConfigError(f"replicate is {self.config.replicate}, which does not divide {self.num_ranks} ranks")
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that parameters are cut over."""
+        return self.num_ranks // self.config.replicate if self.config.policy.shards_optimizer else 1
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes of one rank, and what it receives in a step of one micro-batch.
+
+    Attributes:
+        parameters: at rest, with the whole copies that stages 0 to 2 compute with.
+        gradients: all of them, between micro-batches.
+        optimizer: states.
+        gathered: the most that is whole at a time beyond `parameters` (stage 3), with what is gathered ahead.
+        buffers: of the model.
+        activations: kept for the backward.
+        in_replica, between_replicas: received in a step.
+        peak: the most at any time, see [Note: peak].
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    buffers: int
+    activations: int
+    in_replica: int
+    between_replicas: int
+    peak: int
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and optimizer states: what ZeRO's paper calls model states."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int = 0) -> Holding:
+    """What a rank holds.
+
+    Args:
+        model: its shapes.
+        setting: how it is trained.
+        kept: activations.
+        rank: within its replica; rank 0 has the most rows.
+
+    Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
+    """
+    config, policy = setting.config, setting.config.policy
+    precision, ranks = Precision.from_config(config), setting.num_shards
+    shares = config.collectives == "host" and ranks > 1
+    parameters = gradients = optimizer = in_replica = between = 0
+    for unit in model.units:
+        for param in unit.parameters:
+            layout = _layout(param, config, ranks)
+            is_cut, own = layout.num_ranks > 1, layout.local_numel(rank)
+            rest = precision.master_for(param.dtype, param.trains)
+            compute = precision.compute_for(param.dtype)
+            whole = layout.padded_numel * compute.itemsize
+            stays_whole = not policy.shards_parameters or shares
+            has_copy = stays_whole and (is_cut or compute != rest)
+            lies_inside = has_copy and is_cut and compute == rest
+            parameters += 0 if lies_inside else own * rest.itemsize
+            parameters += whole // (ranks if shares and is_cut else 1) if has_copy else 0
+            if is_cut and not stays_whole:
+                in_replica += _others(whole, ranks) * (2 if unit.reads_in_backward else 1)
+            elif is_cut and param.trains and not shares:
+                in_replica += _others(whole, ranks)
+            if not param.trains:
+                continue
+            optimizer += OPTIMIZERS[setting.optimizer] * own * rest.itemsize
+            reduced = precision.reduce_for(compute)
+            keeps_whole_gradient = not policy.shards_gradients and setting.num_ranks > 1
+            gradients += layout.numel * reduced.itemsize if keeps_whole_gradient else own * rest.itemsize
+            if is_cut:
+                in_replica += _others(layout.numel * _sent(precision, compute, config), ranks)
+                between += 2 * _others(own * reduced.itemsize, config.replicate)
+            else:
+                in_replica += 2 * _others(layout.numel * reduced.itemsize, setting.num_ranks)
+    sizes = _unit_bytes(model, setting)
+    largest = max(sizes, default=0)
+    gathers = policy.shards_parameters and ranks > 1 and not shares
+    gathered = largest + min(config.prefetch_bytes, sum(sizes) - largest) if gathers else 0
+    stays = parameters + optimizer + model.buffer_bytes
+    before = float(gradients if setting.accumulates else 0)
+    if policy.shards_gradients and ranks > 1:
+        on_way = min(config.bucket_bytes, sum(sizes))
+        done = gradients * (1 - on_way / sum(sizes)) if sizes else 0.0
+        middle = kept.total / 2 + before + gathered + on_way + max(gradients / 2 - on_way / 2 / ranks, 0)
+        end = before + done + 2 * on_way + (largest if gathers else 0)
+    else:
+        on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
+        middle = kept.total / 2 + max(before, gradients / 2) + on_way
+        end = gradients + on_way
+    begin = kept.total + kept.largest + before + gathered
+    if setting.accumulates:
+        begin = max(begin, middle) if policy.shards_gradients else max(begin, kept.total + before + on_way)
+    return Holding(
+        parameters,
+        gradients,
+        optimizer,
+        gathered,
+        model.buffer_bytes,
+        kept.total,
+        in_replica,
+        between,
+        round(stays + max(begin, middle, end)),
+    )
+
+
+def balance(model: ModelShape, setting: Setting) -> float:
+    """Elements of the rank that has most, over the mean."""
+    layouts = [_layout(param, setting.config, setting.num_shards) for param in model.parameters]
+    return sum(layout.local_numel(0) for layout in layouts) * setting.num_shards / max(model.numel, 1)
+
+
+def _layout(param: ParameterShape, config: ZeroConfig, ranks: int) -> RowLayout:
+    is_cut = ranks > 1 and bool(param.shape) and param.numel > config.keep_whole_numel and not param.dtype.is_complex
+    return RowLayout(param.shape, ranks if is_cut else 1)
+
+
+def _unit_bytes(model: ModelShape, setting: Setting) -> list[int]:
+    """Bytes of each unit when it is whole."""
+    precision = Precision.from_config(setting.config)
+    found = []
+    for unit in model.units:
+        layouts = [(p, _layout(p, setting.config, setting.num_shards)) for p in unit.parameters]
+        sizes = [layout.padded_numel * precision.compute_for(p.dtype).itemsize for p, layout in layouts]
+        found.append(place(sizes)[1])
+    return found
+
+
+def _sent(precision: Precision, compute: torch.dtype, config: ZeroConfig) -> int:
+    """Bytes an element of a gradient on its way: `pairwise` and `host` send what autograd made, where it is not kept whole."""
+    as_given = config.collectives in ("pairwise", "host") and config.policy.shards_gradients
+    return (precision.sent_for(compute) if as_given else precision.reduce_for(compute)).itemsize
+
+
+def _others(num_bytes: int, ranks: int) -> int:
+    return num_bytes * (ranks - 1) // ranks

@@ -1,0 +1,133 @@
+"""The shapes of a model's parameters, by the units that they are gathered in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_zero.bench.models import SIZES, config_of
+from hf_zero.config.units import UnitGrouping
+from hf_zero.engine.call import reads_in_backward
+from hf_zero.engine.grouping import group
+from hf_zero.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter.
+
+    Attributes:
+        name: its first name in the model.
+        shape: of the whole.
+        dtype: that it was made in.
+        trains: whether it gets gradients.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: of the modules whose calls need them.
+        parameters: in order.
+        reads_in_backward: whether the backward needs them again.
+    """
+
+    name: str
+    parameters: tuple[ParameterShape, ...]
+    reads_in_backward: bool
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model, as far as memory and traffic go.
+
+    Attributes:
+        name: of its class.
+        units: in the order of the model.
+        buffer_bytes: of its buffers, whole on every rank.
+    """
+
+    name: str
+    units: tuple[UnitShape, ...]
+    buffer_bytes: int
+
+    @property
+    def parameters(self) -> list[ParameterShape]:
+        """All parameters, each once."""
+        return [param for unit in self.units for param in unit.parameters]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(param.numel for param in self.parameters)
+
+
+def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None) -> ModelShape:
+    """The shapes of a model, which may be on the meta device.
+
+    Raises:
+        ConfigError: `grouping` names classes that the model does not have.
+    """
+    units = tuple(
+        UnitShape(
+            each.name,
+            tuple(
+                ParameterShape(f.names[0], tuple(f.param.shape), f.param.dtype, f.param.requires_grad)
+                for f in each.params
+            ),
+            any(map(reads_in_backward, each.entries)),
+        )
+        for each in group(model, grouping or UnitGrouping())
+    )
+    buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return ModelShape(type(model).__name__, units, buffer_bytes)
+
+
+def meta_model(name_or_folder: str) -> nn.Module:
+    """A model of transformers on the meta device, of the class that its configuration names; made in float32.
+
+    Args:
+        name_or_folder: a benchmark's name (llama-125m), a folder with a config.json, or a name on the hub.
+
+    Raises:
+        UsageError: there is no such configuration, or transformers cannot make the model of it.
+    """
+    import transformers
+
+    try:
+        if name_or_folder in SIZES or Path(name_or_folder, "config.json").is_file():
+            config = config_of(name_or_folder)
+        else:
+            config = transformers.AutoConfig.from_pretrained(name_or_folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"no configuration of {name_or_folder!r}: give a folder with a config.json, a name on the hub that this machine "
+            f"can reach (`hf auth login` for gated ones), or one of {', '.join(SIZES)} ({_first_line(error)})"
+        ) from error
+    names = [name for name in getattr(config, "architectures", None) or [] if hasattr(transformers, name)]
+    made = getattr(transformers, names[0])._from_config if names else transformers.AutoModelForCausalLM.from_config
+    try:
+        with torch.device("meta"):
+            model: nn.Module = made(config, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise UsageError(f"transformers cannot make {name_or_folder!r}: {_first_line(error)}") from error
+    return model.train()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
