@@ -65,9 +65,11 @@ class EntryHooks:
             module.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
         ]
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """The pre-hook: make the units whole, and put them into the modules."""
         entry, backward = self.entry, self._backward()
+        if entry.is_closed:
+            return None  # the root's hook has made a new engine in this call, and torch calls old hooks without kwargs
         if backward is not None and not entry.stack and backward.gathering.has_nothing_to_do():
             return None
         if entry.stack and entry.backward_call is None and is_running(module) <= len(entry.stack):

@@ -93,7 +93,11 @@ def _computes(kind: type) -> bool:
 
 def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers that are attributes of this one."""
-    return [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    found = []
+    for value in vars(optimizer).values():
+        values = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
+        found += [entry for entry in values if isinstance(entry, torch.optim.Optimizer)]
+    return list(dict.fromkeys(found))
 
 
 def refuse_across_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -118,21 +122,28 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
 
     An optimizer that cannot be tried (it fails on tiny parameters) counts as one that does not.
     """
-    if wrapped_optimizers(optimizer):
-        return False
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    for with_closure in (False, True):
+        with contextlib.suppress(Exception):
+            return _depends_on_others(optimizer, with_closure)
+    return False
+
+
+def _depends_on_others(optimizer: torch.optim.Optimizer, with_closure: bool) -> bool:
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for group in optimizer.param_groups:
             if group["params"]:
                 like: Tensor = group["params"][0]
-                first, second = (_try(optimizer, group, like, scale) for scale in (1.0, 3.0))
+                first, second = (_try(optimizer, group, like, scale, with_closure) for scale in (1.0, 3.0))
                 # Some rounding differs with how memory is aligned.
                 if not torch.allclose(first, second, rtol=0.0, atol=1e-4 * float(first.abs().max()), equal_nan=True):
                     return True
     return False
 
 
-def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor, scale: float) -> Tensor:
+def _try(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor, scale: float, with_closure: bool
+) -> Tensor:
     """Step on two tiny parameters, of which the other's values and gradients are scaled; returns how the first has moved."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -144,24 +155,56 @@ def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor, 
     one, other = nn.Parameter(draw()), nn.Parameter(draw() * scale)
     start = one.detach().clone()
     slopes = draw(), draw() * scale  # with some noise: step sizes that are estimated grow only where gradients agree
-    tried = object.__new__(type(optimizer))
-    ours = {key: value for key, value in vars(optimizer).items() if not key.startswith("_zero_")}
-    vars(tried).update({k: copy.deepcopy(v) if _is_own(v) else v for k, v in ours.items()})
-    tried.state = defaultdict(dict)
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    tried.param_groups = [{**options, "params": [one, other]}]
+    tried = _trial(optimizer, group, [one, other], {})
+
+    def closure() -> Tensor:
+        # With a part that follows the values: some optimizers move them before they ask, and back again.
+        ours = zip((one, other), slopes, strict=True)
+        one.grad, other.grad = (slope + 0.1 * draw() + param.detach() for param, slope in ours)
+        return one.detach().sum()
+
     for _ in range(_PROBE_STEPS):
-        one.grad, other.grad = (slope + 0.1 * draw() for slope in slopes)
-        step_of(tried)(tried)
+        closure()
+        step_of(tried)(tried, *([closure] if with_closure else []))
     return one.detach() - start
 
 
-def _is_own(value: object) -> bool:
-    """Whether a step may write into this attribute; parameters, models and hooks are not copied."""
-    if isinstance(value, list | dict | set):
-        values = value.values() if isinstance(value, dict) else value
-        return all(isinstance(entry, int | float | str | bool | None) for entry in values)
-    return isinstance(value, Tensor) and value.numel() <= 1
+def _trial(optimizer: Any, group: dict[str, Any], params: list[nn.Parameter], known: dict[int, Any]) -> Any:
+    """A copy of an optimizer, and of those it wraps, that holds other parameters, in groups with the options of `group`."""
+    tried = known[id(optimizer)] = object.__new__(type(optimizer))
+    for inner in wrapped_optimizers(optimizer):
+        if id(inner) not in known:
+            is_shared = any(each is group for each in inner.param_groups)
+            _trial(inner, group if is_shared else inner.param_groups[0], params, known)
+    ours = {key: value for key, value in vars(optimizer).items() if not key.startswith("_zero_")}
+    ours = {k: v for k, v in ours.items() if k not in ("state", "param_groups") and not (k == "step" and callable(v))}
+    kept: dict[int, Any] = {id(p): p for each in optimizer.param_groups for p in each["params"]}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(id(entry) in known for entry in value):
+            return type(value)(known.get(id(entry), entry) for entry in value)
+        if isinstance(value, dict) and any(id(entry) in known for entry in value.values()):
+            return {key: known.get(id(entry), entry) for key, entry in value.items()}
+        return known[id(value)] if id(value) in known else _copied(value, kept)
+
+    vars(tried).update({k: copied(v) for k, v in ours.items()})
+    if "state" in vars(optimizer):
+        tried.state = defaultdict(dict)
+        if id(group) not in known:
+            options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            known[id(group)] = [{**options, "params": params}]
+        tried.param_groups = known[id(group)]
+    return tried
+
+
+def _copied(value: Any, kept: dict[int, Any]) -> Any:
+    """A copy into which a trial may write; parameters, models and functions are the same ones."""
+    if callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
+        return value
+    try:
+        return copy.deepcopy(value, dict(kept))
+    except Exception:
+        return value
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.optimizer_kinds import is_elementwise, refuse_across_parameters
 from hf_zero.engine.owners import Owners
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.stand_in import STEPPING
 from hf_zero.engine.stepping import Step, Stepping
 from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError, UsageError
 
 logger = logging.getLogger(__name__)
 
-_STEPPING = "_zero_stepping"
+_STEPPING = STEPPING
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)  # not what is derived from them, whose steps may do anything
 
 
@@ -55,7 +56,8 @@ def _cut_loaded_states(optimizer: torch.optim.Optimizer, stepping: Stepping) -> 
         state = optimizer.state[param]
         for key, value in state.items():
             if isinstance(value, Tensor):
-                _check_state(value, known, f"state {key!r} of {known.name!r} (its parameter {index})")
+                if owners is None:
+                    _check_state(value, known, f"state {key!r} of {known.name!r} (its parameter {index})")
                 state[key] = _cut_state(value, param, known) if owners is None else _whole(value)
         if owners is not None and not owners.owns(param):
             del optimizer.state[param]
@@ -73,6 +75,15 @@ def _check_state(value: Tensor, known: ZeroParameter, what: str) -> None:
 
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _before_hooks(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Put our hooks next to the step: users' see the optimizer itself, before it is replaced and when it has all changes."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before[_STEPPING] = _before_step
+    before.move_to_end(_STEPPING)
+    after[_STEPPING] = _after_step
+    after.move_to_end(_STEPPING, last=False)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,11 +115,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     before_change()
     if stepping is None:
         return None
-    has_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     step = Step(optimizer, stepping, _worlds_of(optimizer), before_change, after_change, has_closure)
     stepping.under_way = step
     given = [step.closure(arg) if callable(arg) else arg for arg in args[1:]]
-    named = {key: step.closure(value) if key == "closure" and value else value for key, value in kwargs.items()}
+    named = {key: step.closure(value) if callable(value) else value for key, value in kwargs.items()}
     return (step.stand_in, *given), named
 
 
@@ -229,5 +240,4 @@ def hear_of_steps() -> None:
 
     Fused and foreach steps leave no trace on the parameters, so the step itself has to tell.
     """
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_pre_hook(_before_hooks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -96,14 +97,20 @@ class Owners:
                     item.part_of(self.world.shard_rank).copy_(item.rows)
         return [None if item.whole is None else item.whole.view(item.layout.shape) for item in items]
 
-    def distribute(self, tensors: Sequence[tuple[DTensor, Tensor | None]], what: str) -> None:
+    def distribute(
+        self, tensors: Sequence[tuple[DTensor, Tensor | None]], what: str, of_gradients: bool = False
+    ) -> None:
         """Give every rank its rows of the owners' whole values; called by all ranks together.
 
         Args:
             tensors: pairs of a parameter, whose rows are written, and its whole values on the owner.
             what: they are, for the ledger and for errors.
+            of_gradients: write the rows of the parameters' gradients.
         """
-        items = [self._item(param, torch_compat.local_of(param), whole) for param, whole in tensors]
+        items = []
+        for param, whole in tensors:
+            written: Any = param.grad if of_gradients else param
+            items.append(self._item(param, torch_compat.local_of(written), whole))
         for parcel in _parcels(items):
             self._swap(parcel, "from_owners", what)
             for item in parcel:

@@ -8,7 +8,6 @@ leaves nothing to undo. Torch lets a step's pre-hook replace the arguments, of w
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.engine.optimizer_kinds import wrapped_optimizers
 from hf_zero.engine.owners import Owners
+from hf_zero.engine.stand_in import StandIn
 from hf_zero.engine.world import World
 
-StateOf = Callable[[DTensor, dict[Any, Any], Mapping[Any, Any]], dict[Any, Any] | None]
-
-_MISSING = object()
+# Packages whose optimizers leave a parameter without a gradient alone, so that its values need not travel.
+_LEAVES_ALONE = ("torch.optim.", "transformers.", "bitsandbytes.", "pytorch_optimizer.")
+_KEPT, _CHANGED, _DROPPED = 0, 1, 2  # what became of a gradient in a step
 
 
 class Stepping:
@@ -52,6 +52,17 @@ class Stepping:
         known = self._plain.get(id(param))
         if known is None or known[0] is not rows:
             known = self._plain[id(param)] = (rows, nn.Parameter(rows, requires_grad=param.requires_grad))
+        known[1].requires_grad_(param.requires_grad)
+        return known[1]
+
+    def whole_of(self, param: DTensor) -> nn.Parameter:
+        """A plain parameter for the whole, the same one in every step; without values."""
+        known = self._plain.get(id(param))
+        if known is None or known[0] is not param:
+            no_values = nn.Parameter(torch.empty(0, dtype=param.dtype, device=param.device), param.requires_grad)
+            known = self._plain[id(param)] = (param, no_values)
+        known[1].data = _without_values(param)
+        known[1].requires_grad_(param.requires_grad)
         return known[1]
 
 
@@ -82,6 +93,8 @@ class Step:
         self._stepping = stepping
         self._before_change, self._after_change = before_change, after_change
         self._has_closure = has_closure
+        kinds = {type(each).__module__ for each in (optimizer, *wrapped_optimizers(optimizer))}
+        self._minds_all = not all(kind.startswith(_LEAVES_ALONE) for kind in kinds)
         self._params: dict[int, DTensor] = {}
         for each in (optimizer, *wrapped_optimizers(optimizer)):
             for group in each.param_groups:
@@ -93,7 +106,9 @@ class Step:
             self._owners.update(dict.fromkeys(cut, owners))
         self._plain = {key: self._plain_of(key, param) for key, param in self._params.items()}
         self._has_grad: set[int] = set()
-        self._copies: list[_Copy] = []
+        self._given_grad: dict[int, Tensor | None] = {}
+        self._versions: dict[int, int] = {}
+        self._copies: list[StandIn] = []
         self._take()
         self.stand_in = self._copy(optimizer, {}).stand_in
 
@@ -103,11 +118,7 @@ class Step:
         owners = self._owners.get(key)
         if owners is None:
             return self._stepping.rows_of(param)
-        if not owners.owns(param):
-            return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
-        # One element in memory, until it is known to have a gradient.
-        no_values = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
-        return nn.Parameter(no_values, param.requires_grad)
+        return self._stepping.whole_of(param)
 
     def _take(self) -> None:
         """Give the plain parameters their values and gradients."""
@@ -119,6 +130,7 @@ class Step:
                 self._has_grad.add(key)
             if owners is None:
                 plain.grad = None if grad is None else torch_compat.local_of(grad)
+                self._given_grad[key] = plain.grad
                 continue
             plain.grad = None
             if self._moves(param):
@@ -133,14 +145,19 @@ class Step:
             for (param, _), whole in zip(pairs, owners.collect(pairs, "gradients"), strict=True):
                 if whole is not None:
                     self._plain[id(param)].grad = whole
+                    self._given_grad[id(param)] = whole
+                    self._versions[id(param)] = whole._version
 
     def _moves(self, param: DTensor) -> bool:
-        """Whether a parameter with an owner has its values there; one without a gradient changes at most around a closure."""
-        return id(param) in self._has_grad or (self._has_closure and param.requires_grad)
+        """Whether a parameter with an owner has its values there; without a gradient, where a step may change it anyway."""
+        return id(param) in self._has_grad or self._minds_all or (self._has_closure and param.requires_grad)
 
     def _give(self) -> None:
-        """Give the rows back to all ranks; for what is stepped on by rows, nothing is to be done."""
+        """Give rows, and what the step has done to gradients, back to all ranks."""
         values: dict[Owners, list[tuple[DTensor, Tensor | None]]] = {}
+        for key, param in self._params.items():
+            if key not in self._owners:
+                self._give_rows(key, param)
         for key, owners in self._owners.items():
             param = self._params[key]
             if self._moves(param):
@@ -148,6 +165,40 @@ class Step:
                 values.setdefault(owners, []).append((param, whole))
         for owners, pairs in values.items():
             owners.distribute(pairs, "parameters")
+            self._give_gradients(owners)
+
+    def _give_rows(self, key: int, param: DTensor) -> None:
+        """Where the step was on rows, only what it has assigned is to be taken over."""
+        plain, rows = self._plain[key], torch_compat.local_of(param)
+        if plain.data_ptr() != rows.data_ptr():  # to `.data`
+            rows.copy_(plain.detach())
+            plain.data = rows
+        grad = self._given_grad.get(key)
+        if plain.grad is None and grad is not None:
+            param.grad = None
+        elif plain.grad is not None and plain.grad is not grad:
+            param.grad = torch_compat.wrap_like(plain.grad.detach(), param)
+        self._given_grad[key] = plain.grad
+
+    def _give_gradients(self, owners: Owners) -> None:
+        """What a step has done to gradients: dropped, replaced or written into them."""
+        keys = [key for key in self._owners if self._owners[key] is owners and key in self._has_grad]
+        kinds = [self._grad_change(key) if owners.owns(self._params[key]) else _KEPT for key in keys]
+        by_rank = owners.world.everyone.agree(kinds, "gradients that a step has changed")
+        changed: list[tuple[DTensor, Tensor | None]] = []
+        for key, kind in zip(keys, map(max, zip(*by_rank, strict=True)), strict=True):
+            param = self._params[key]
+            if kind == _DROPPED:
+                param.grad = None
+            elif kind == _CHANGED:
+                changed.append((param, self._plain[key].grad))
+        owners.distribute(changed, "gradients", of_gradients=True)
+
+    def _grad_change(self, key: int) -> int:
+        grad, given = self._plain[key].grad, self._given_grad[key]
+        if grad is None:
+            return _DROPPED
+        return _KEPT if grad is given and grad._version == self._versions[key] else _CHANGED
 
     def closure(self, evaluate: Callable[[], Any]) -> Callable[[], Any]:
         """The closure for the stand-in's step: the model computes with the present parameters, and gradients arrive."""
@@ -168,15 +219,17 @@ class Step:
         for copy in self._copies:
             copy.take_over(self._state_of)
         for key, plain in self._plain.items():
-            if plain.grad is None and key in self._has_grad and key not in self._owners:
-                self._params[key].grad = None  # the step has dropped it
             plain.grad = None
+            if key in self._owners:
+                plain.data = _without_values(plain)
+        if self._minds_all:
+            self._after_change()  # also of parameters that are not trained
 
     # --- the stand-in -------------------------------------------------------------------------------------------
 
-    def _copy(self, optimizer: torch.optim.Optimizer, known: dict[int, Any]) -> _Copy:
-        absent = {key for key in self._owners if self._plain[key].is_meta}
-        copy = _Copy(optimizer, self._plain, absent, known)
+    def _copy(self, optimizer: torch.optim.Optimizer, known: dict[int, Any]) -> StandIn:
+        absent = {key for key, owners in self._owners.items() if not owners.owns(self._params[key])}
+        copy = StandIn(optimizer, self._plain, absent, known, is_on_rows=self._stepping.owners is None)
         self._copies.append(copy)
         for param, state in optimizer.state.items() if copy.has_own else ():
             plain = self._plain.get(id(param))
@@ -211,82 +264,10 @@ class Step:
         return kept
 
 
-class _Copy:
-    """A shallow copy of an optimizer that holds plain parameters.
-
-    Args:
-        optimizer: to copy.
-        plain: the plain parameters, by the id of those they stand for.
-        absent: ids of those that this rank does not step on: they are in no group.
-        known: lists and groups that several optimizers share, copied already, by id; written.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        plain: Mapping[int, nn.Parameter],
-        absent: set[int],
-        known: dict[int, Any],
-    ) -> None:
-        self.optimizer, self._plain = optimizer, plain
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._stood_for: dict[int, Any] = {id(plain[id(p)]): p for p in params if id(p) in plain}
-        self.stand_in: Any = object.__new__(type(optimizer))
-        vars(self.stand_in).update(vars(optimizer))
-        self.has_own = "state" in vars(optimizer)  # else they are properties, which show what an inner optimizer has
-        if self.has_own:
-            for group in optimizer.param_groups:
-                if id(group) not in known:
-                    present = [plain.get(id(p), p) for p in group["params"] if id(p) not in absent]
-                    known[id(group)] = {**group, "params": present}
-            if id(optimizer.param_groups) not in known:
-                known[id(optimizer.param_groups)] = [known[id(group)] for group in optimizer.param_groups]
-            self.stand_in.param_groups = known[id(optimizer.param_groups)]
-            self.stand_in.state = known.setdefault(id(optimizer.state), defaultdict(dict))
-        self._given: dict[str, Any] = {}
-
-    def swap_attributes(self, known: Mapping[int, Any]) -> None:
-        """Let attributes that hold parameters, groups or inner optimizers hold what stands for them."""
-        own = vars(self.stand_in)
-        for name, value in vars(self.optimizer).items():
-            if name not in ("param_groups", "state"):
-                own[name] = self._swapped(value, known)
-        self._given = dict(own)
-
-    def _swapped(self, value: Any, known: Mapping[int, Any]) -> Any:
-        if id(value) in known:
-            return known[id(value)]
-        if id(value) in self._plain:
-            return self._plain[id(value)]
-        if isinstance(value, DTensor) and not value.ndim:
-            return value.full_tensor()  # what a `GradScaler` found
-        if type(value) in (list, tuple):
-            entries = [self._swapped(entry, known) for entry in value]
-            is_same = all(new is old for new, old in zip(entries, value, strict=True))
-            return value if is_same else type(value)(entries)
-        if type(value) is dict:
-            pairs = [(self._swapped(k, known), self._swapped(v, known)) for k, v in value.items()]
-            is_same = all(n is k and m is v for (n, m), (k, v) in zip(pairs, value.items(), strict=True))
-            return value if is_same else dict(pairs)
-        return value
-
-    def take_over(self, state_of: StateOf) -> None:
-        """Give the optimizer what a step has changed in its stand-in."""
-        for name, value in vars(self.stand_in).items():
-            if name not in ("param_groups", "state") and self._given.get(name, _MISSING) is not value:
-                setattr(self.optimizer, name, value)
-        if not self.has_own:
-            return
-        for group, changed in zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True):
-            for key, value in changed.items():
-                if key != "params" and group.get(key, _MISSING) is not value:
-                    group[key] = value
-        state = self.optimizer.state
-        for key, value in self.stand_in.state.items():
-            param = self._stood_for.get(id(key))
-            kept = value if param is None else state_of(param, value, state.get(param, {}))
-            if kept is not None:
-                state[key if param is None else param] = kept
+def _without_values(param: Tensor) -> Tensor:
+    """A tensor of the shape of a parameter, of which one element is in memory: not a number, to whoever reads it."""
+    filler = torch.nan if param.is_floating_point() or param.is_complex() else 0
+    return torch.full((), filler, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 def _grad_of(param: DTensor) -> DTensor | None:
