@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from hf_zero.checkpoint.model_plan import Plan, source_of
 from hf_zero.checkpoint.pieces import identity
 from hf_zero.checkpoint.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
+from hf_zero.engine.optimizer_kinds import wrapped_optimizers
 from hf_zero.engine.optimizers import owned_by
 from hf_zero.engine.owners import Owners
 from hf_zero.errors import CheckpointError
@@ -74,6 +75,7 @@ def capture(
     found = _Found()
     world = next((owners.world for owners in owned.values()), None)
     with contextlib.nullcontext() if world is None else world.together("saving optimizers", CheckpointError):
+        _check_all_is_saved(_inner(optimizer))
         for name in (name for group in groups for name in group):
             param = by_name[name]
             found.add(name, param, optimizer.state.get(param, {}), owned.get(id(param)))
@@ -92,6 +94,51 @@ def capture(
         (layout_file(state_files(prefix)[0], list(found.infos.values()), {"format": "pt"}),), _whole(found.infos)
     )
     return plan, found.sources, content
+
+
+def _check_all_is_saved(optimizer: Any) -> None:
+    """Raise for what would be missing in the checkpoint, although the optimizer's `state_dict` has it."""
+    kind = type(optimizer).__name__
+    for key, values in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            raise CheckpointError(
+                f"{kind} keeps a state under {key!r}, which is no parameter, so it would not be saved: keep it in "
+                "param_groups, or in the state of a parameter"
+            )
+        if (
+            isinstance(values, dict)
+            and (other := next((k for k in values if not isinstance(k, str)), None)) is not None
+        ):
+            raise CheckpointError(
+                f"{kind} names a state of a parameter {other!r}, which is no text: name it {str(other)!r}"
+            )
+    for inner in wrapped_optimizers(optimizer):
+        if inner.state and inner.state is not optimizer.state:
+            raise CheckpointError(
+                f"the state of the {type(inner).__name__} inside {kind} would not be saved: let both have one state "
+                f"(`self.state = inner.state`), or train with {type(inner).__name__} itself"
+            )
+    bare = object.__new__(type(optimizer))
+    vars(bare).update(vars(optimizer))
+    if "state" in vars(optimizer):
+        bare.state = {}
+        more: list[Any] = []
+        with contextlib.suppress(Exception):  # of a method that expects its states
+            more = [key for key in bare.state_dict() if key not in ("state", "param_groups")]
+        if more:
+            raise CheckpointError(
+                f"state_dict() of {kind} has {more[0]!r} beside its states and groups, which would not be saved: keep it in "
+                "param_groups"
+            )
+
+
+def _split(full: str, names: Collection[str]) -> tuple[str, str]:
+    """A parameter's name and its state's, which may have dots of its own."""
+    name, _, key = full.rpartition(".")
+    while name not in names and "." in name:
+        name, _, more = name.rpartition(".")
+        key = f"{more}.{key}"
+    return (name, key) if name in names else (full.rpartition(".")[0], full.rpartition(".")[2])
 
 
 @dataclass
@@ -118,7 +165,7 @@ class _Found:
         def keep(value: Tensor, full: str) -> str:
             shape = tuple(value.shape)
             layout = RowLayout(shape, 1) if owners is None else owners.layout_of(param, shape)
-            self._keep(full, value, Source(value.detach(), layout))
+            self._keep(full, value, Source(value.detach().contiguous(), layout))
             return full
 
         is_cut = owners is None and _is_cut(param)
@@ -232,7 +279,7 @@ class LoadedState:
                 )
         shapes = {name: tuple(param.shape) for name, param in self._model.named_parameters()}
         for tensor in self.file.tensors:
-            name = tensor.name.rpartition(".")[0]
+            name, _ = _split(tensor.name, shapes)
             if tensor.name not in self._elsewhere and shapes.get(name) != tensor.shape:
                 raise CheckpointError(
                     f"{self._folder / self.file.name}: {tensor.name!r} has shape {tensor.shape}, its parameter "
@@ -260,7 +307,7 @@ class LoadedState:
                 if owners is None or owners.owns(param):
                     self._install_numbers(optimizer, param, numbers, on_device, made)
         for full in sorted(infos.keys() - self._elsewhere):
-            name, _, key = full.rpartition(".")
+            name, key = _split(full, by_name)
             param = by_name[name]
             owners = owned.get(id(param))
             rows = self._room(infos[full], param, owners, sources)
