@@ -75,6 +75,11 @@ TORCH = [
     Seam(
         torch.optim.Optimizer, "profile_hook_step", "post_hook(self, args, kwargs)", "the optimizer itself comes back"
     ),
+    Seam(torch.optim.Optimizer, "profile_hook_step", "self._optimizer_step_pre_hooks.values()", "ours stand last"),
+    Seam(torch.optim.Optimizer, "profile_hook_step", "self._optimizer_step_post_hooks.values()", "ours stand first"),
+    Seam(
+        torch.optim.lr_scheduler, "", "_wrapped_by_lr_sched = True", "StandIn: a scheduler's `step` is of the real one"
+    ),
     Seam(
         torch.optim.Optimizer, "_patch_step_function", "step.hooked = True", "step_of: the step without torch's hooks"
     ),
