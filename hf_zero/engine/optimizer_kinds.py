@@ -160,7 +160,8 @@ def _try(
     def closure() -> Tensor:
         # With a part that follows the values: some optimizers move them before they ask, and back again.
         ours = zip((one, other), slopes, strict=True)
-        one.grad, other.grad = (slope + 0.1 * draw() + param.detach() for param, slope in ours)
+        part = 1.0 if with_closure else 0.0
+        one.grad, other.grad = (slope + 0.1 * draw() + part * param.detach() for param, slope in ours)
         return one.detach().sum()
 
     for _ in range(_PROBE_STEPS):
