@@ -132,8 +132,8 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
     if policy.shards_gradients and ranks > 1:
         on_way = min(config.bucket_bytes, sum(sizes))
         done = gradients * (1 - on_way / sum(sizes)) if sizes else 0.0
-        middle = kept.total / 2 + before + gathered + on_way + max(gradients / 2 - on_way / 2 / ranks, 0)
-        end = before + done + 2 * on_way + (largest if gathers else 0)
+        middle = kept.total / 2 + max(before, gradients / 2 - on_way / 2 / ranks) + gathered + on_way
+        end = max(before, done) + 2 * on_way + (largest if gathers else 0)
     else:
         on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
         middle = kept.total / 2 + max(before, gradients / 2) + on_way
