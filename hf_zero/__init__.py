@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_zero.engine.optimizer_kinds import mark_elementwise as mark_elementwise
     from hf_zero.errors import CollectiveError as CollectiveError
     from hf_zero.errors import ConfigError as ConfigError
+    from hf_zero.errors import OffloadError as OffloadError
     from hf_zero.errors import PartitionError as PartitionError
     from hf_zero.errors import UsageError as UsageError
     from hf_zero.errors import ZeroError as ZeroError
@@ -45,6 +46,7 @@ _HOME = {
     "Init": "hf_zero.sharding.init",
     "LossScale": "hf_zero.config.loss_scale",
     "LossScaler": "hf_zero.engine.loss_scaling",
+    "OffloadError": "hf_zero.errors",
     "PartitionError": "hf_zero.errors",
     "UsageError": "hf_zero.errors",
     "ZeroAccelerator": "hf_zero.integrations.accelerate.accelerator",

@@ -23,3 +23,7 @@ class UsageError(ZeroError, RuntimeError):
 
 class CheckpointError(ZeroError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not match what it is to be loaded into."""
+
+
+class OffloadError(ZeroError, RuntimeError):
+    """A disk cannot hold, read or write what is to be offloaded to it."""

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 _FLOORS = [
     ["errors", "layout", "tables"],
     ["torch_compat"],
-    ["config"],
+    ["config", "offload"],
     ["comm"],
     ["engine"],
     ["checkpoint"],

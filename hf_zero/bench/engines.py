@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.ledger import Ledger
 
 _LEARNING_RATE = 1e-4
-_EXCHANGES = ("host", "pairwise", "native", "none")
+_EXCHANGES = ("host", "pairwise", "native", "none", "disk")
 _PACKAGES = {"fairscale": "fairscale", "deepspeed": "deepspeed"}  # by the first word of an engine's name
 
 
@@ -77,7 +78,7 @@ def missing_package(engine: str) -> str | None:
 
 
 def known(engine: str) -> bool:
-    """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise, or "none"."""
+    """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise, "none" or "disk"."""
     name, _, exchange = engine.partition(":")
     return name in ENGINES and (not exchange or (name[4:].isdigit() and exchange in _EXCHANGES))
 
@@ -122,10 +123,17 @@ def _ddp(setup: Setup) -> Training:
 
 
 def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
-    """With the exchange "none", every rank goes its own way: what is left is the cost of the engine itself."""
-    dtype = str(setup.dtype).removeprefix("torch.")
-    collectives = "pairwise" if exchange == "none" else exchange
-    with hf_zero.Init({"stage": stage, "collectives": collectives, "compute_dtype": dtype}):
+    """Set up hf_zero.
+
+    With the exchange "none", every rank goes its own way: what is left is the cost of the engine itself. With "disk", ranks
+    exchange pairwise, and all that can be offloaded is on a disk, in the folder for temporary files.
+    """
+    config: dict[str, Any] = {"stage": stage, "compute_dtype": str(setup.dtype).removeprefix("torch.")}
+    config["collectives"] = "pairwise" if exchange in ("none", "disk") else exchange
+    if exchange == "disk":
+        parameters = "disk" if stage == 3 else "none"
+        config["offload"] = {"optimizer": "disk", "parameters": parameters, "path": tempfile.gettempdir()}
+    with hf_zero.Init(config):
         model = setup.make_model()
     model = model.to(setup.device)
     engine = hf_zero.shard_model(model)

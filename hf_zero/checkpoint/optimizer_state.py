@@ -24,10 +24,11 @@ from hf_zero.checkpoint.pieces import identity
 from hf_zero.checkpoint.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
 from hf_zero.engine.optimizer_kinds import wrapped_optimizers
-from hf_zero.engine.optimizers import owned_by
+from hf_zero.engine.optimizers import owned_by, rooms_on_disk
 from hf_zero.engine.owners import Owners
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import OwnerLayout, RowLayout
+from hf_zero.offload.scratch import Place
 
 
 def state_files(prefix: str) -> tuple[str, str]:
@@ -295,9 +296,11 @@ class LoadedState:
         sources: dict[str, Source] = {}
         infos = {tensor.name: tensor for tensor in self.file.tensors}
         for group, saved in zip(optimizer.param_groups, self._content["groups"], strict=True):
-            on_device = bool(group.get("fused") or group.get("capturable"))
             for key, value in saved["options"].items():
                 group[key] = from_json(value, torch.device("cpu"), {}, type(optimizer))
+        places = rooms_on_disk(optimizer, self._offloadable(infos, by_name))
+        for group, saved in zip(optimizer.param_groups, self._content["groups"], strict=True):
+            on_device = bool(group.get("fused") or group.get("capturable"))
             for name in saved["params"]:
                 param, numbers = by_name[name], self._content["numbers"].get(name, {})
                 owners = owned.get(id(param))
@@ -310,7 +313,7 @@ class LoadedState:
             name, key = _split(full, by_name)
             param = by_name[name]
             owners = owned.get(id(param))
-            rows = self._room(infos[full], param, owners, sources)
+            rows = self._room(infos[full], param, owners, sources, places.get(id(param), {}).get(key))
             if owners is None:
                 optimizer.state[param][key] = (
                     torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
@@ -319,10 +322,24 @@ class LoadedState:
                 optimizer.state[param][key] = rows
         return Plan((self.file,), _whole(infos)), sources
 
+    def _offloadable(
+        self, infos: Mapping[str, TensorInfo], by_name: Mapping[str, Tensor]
+    ) -> dict[int, dict[str, torch.dtype]]:
+        """The tensors of the file that have their parameter's shape: names and dtypes by id(parameter)."""
+        found: dict[int, dict[str, torch.dtype]] = {}
+        for full in sorted(infos.keys() - self._elsewhere):
+            name, key = _split(full, by_name)
+            found.setdefault(id(by_name[name]), {})[key] = infos[full].dtype
+        return found
+
     @staticmethod
-    def _room(info: TensorInfo, param: Tensor, owners: Owners | None, sources: dict[str, Source]) -> Tensor:
-        """Memory for this rank's part of a tensor in the file."""
-        if owners is None and info.shape == tuple(param.shape):
+    def _room(
+        info: TensorInfo, param: Tensor, owners: Owners | None, sources: dict[str, Source], place: Place | None = None
+    ) -> Tensor:
+        """Memory for this rank's part of a tensor in the file; `place`: on a disk."""
+        if place is not None:
+            layout, rows = source_of(param).layout, place.tensor
+        elif owners is None and info.shape == tuple(param.shape):
             layout = source_of(param).layout
             rows = torch.empty_like(torch_compat.local_of(param), dtype=info.dtype)
         elif owners is None:

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_zero.config.deepspeed_offload import translate_offload
 from hf_zero.config.deepspeed_reader import ABSENT, FROM_TRAINER, SHORT, ImportRow, Reader
 from hf_zero.config.deepspeed_rules import (
     BF16_RULES,
-    OFFLOAD_KEYS,
     SHARDED_ONLY,
     TOP_KEYS,
     TOP_RULES,
@@ -163,8 +163,7 @@ def _translate_zero(reader: Reader, top: Mapping[Any, Any]) -> None:
         raise reader.error(f"{prefix}stage", stage, "is not a stage; use 0, 1, 2 or 3")
     reader.zero["stage"] = int(stage)
     reader.row(f"{prefix}stage", block.get("stage", ABSENT), f"stage={int(stage)}")
-    for name in ("offload_optimizer", "offload_param"):
-        _refuse_offload(reader, f"{prefix}{name}", block.get(name))
+    translate_offload(reader, block)
 
     is_half = any(name in top for name in ("bf16", "bfloat16")) or top.get("fp16", {}).get("enabled") == "auto"
     compute_dtype = reader.zero.get("compute_dtype", "bfloat16" if is_half else "float32")
@@ -174,18 +173,6 @@ def _translate_zero(reader: Reader, top: Mapping[Any, Any]) -> None:
     _translate_persistence(reader, block)
     _translate_reduce_scatter(reader, block)
     reader.judge(prefix, block, ZERO_RULES)
-
-
-def _refuse_offload(reader: Reader, key: str, value: object) -> None:
-    if value is None:
-        return
-    block = reader.block(key, value)
-    reader.refuse_unknown(f"{key}.", block, OFFLOAD_KEYS)
-    device = block.get("device", "none")
-    if device not in (None, "none"):
-        advice = 'offload is not supported yet, and the run would need the memory that it saves; set it to "none"'
-        raise reader.error(f"{key}.device", device, advice)
-    reader.row(f"{key}.device", device, "")
 
 
 def _translate_reduce_dtype(reader: Reader, top: Mapping[Any, Any]) -> str | None:

@@ -47,8 +47,6 @@ ZERO_RULES = {
     "allgather_bucket_size": Rule("differs", _BY_UNIT, type="number"),
     "allgather_partitions": _flag("differs", _BY_UNIT, harmless=True),
     "contiguous_gradients": _flag("differs", _REDUCED, harmless=True),
-    "cpu_offload": _flag("refused", "offload is not supported yet; remove it, or use more ranks"),
-    "cpu_offload_param": _flag("refused", "offload is not supported yet; remove it, or use more ranks"),
     "cpu_offload_use_pin_memory": Rule("kept", _NO_OFFLOAD),
     "elastic_checkpoint": Rule("kept", _CHECKPOINTS),
     "enable_sanity_checks": _flag("differs", "hf_zero's own checks are always on"),
@@ -90,6 +88,8 @@ ZERO_RULES = {
     "zeropp_loco_param": Rule("refused", "quantised exchange does not exist yet; remove it", ({},)),
 }
 ZERO_TRANSLATED = (
+    "cpu_offload",
+    "cpu_offload_param",
     "offload_optimizer",
     "offload_param",
     "reduce_bucket_size",
@@ -104,7 +104,7 @@ TOP_RULES = {
     "activation_checkpointing": Rule(
         "differs", "it only acts on models that call DeepSpeed's checkpoint(); use the Trainer's gradient_checkpointing"
     ),
-    "aio": Rule("kept", _NO_OFFLOAD),
+    "aio": Rule("kept", "threads read and write past the page cache; nothing to tune"),
     "amp": Rule("refused", "Apex is not supported; use bf16", (False, "auto"), "enabled"),
     "autotuning": Rule("differs", "nothing is tuned", (False,), "enabled"),
     "checkpoint": Rule("differs", _CHECKPOINTS),
@@ -188,10 +188,19 @@ BF16_RULES = {
     "check_grad_overflow": _flag("refused", "steps are not skipped on overflow here; set it to false"),
     "immediate_grad_update": _flag("differs", "gradients are reduced as they are made", None),
 }
-OFFLOAD_KEYS = (
-    *("buffer_count", "buffer_size", "device", "fast_init", "max_in_cpu", "nvme_path", "pin_memory"),
-    *("pipeline", "pipeline_read", "pipeline_write", "ratio", "super_offload", "cpuadam_cores_perc"),
-)
+_SLOTS = "states are streamed through 'slots' of 'slot_bytes'"
+OFFLOAD_RULES = {
+    "buffer_size": Rule("differs", _SLOTS),
+    "cpuadam_cores_perc": Rule("differs", "torch's own optimizers are used"),
+    "fast_init": _flag("differs", "states are made in the first step"),
+    "max_in_cpu": Rule("differs", "the system keeps in memory what fits"),
+    "pin_memory": _flag("differs", "there is no other memory to copy to on CPU ranks"),
+    "pipeline": _flag("differs", "reads, steps and writes always overlap", None),
+    "pipeline_read": _flag("differs", "reads, steps and writes always overlap", None),
+    "pipeline_write": _flag("differs", "reads, steps and writes always overlap", None),
+    "super_offload": _flag("refused", "is not supported; set it to false"),
+}
+OFFLOAD_TRANSLATED = ("buffer_count", "device", "nvme_path", "ratio")
 
 # Trainer arguments of every optimizer, then what goes into its `optim_args`.
 OPTIMIZER_PARAMS = {"lr": "learning_rate", "weight_decay": "weight_decay"}

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from hf_zero.config import deepspeed, deepspeed_rules, files, values
 from hf_zero.config.deepspeed_reader import ImportRow
 from hf_zero.config.loss_scale import LossScale
+from hf_zero.config.offload import Offload
 from hf_zero.config.units import UnitGrouping
 from hf_zero.errors import ConfigError
 
@@ -103,6 +104,7 @@ class ZeroConfig:
             `mark_elementwise`) to be elementwise, and whole parameters for all others.
         expected_world_size: ranks that the run must have; None: any number.
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
+        offload: what lives in host memory or on a disk between its uses; also accepts its YAML form.
 
     Raises:
         ConfigError: a value is wrong, or two values contradict each other.
@@ -128,6 +130,7 @@ class ZeroConfig:
     optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
+    offload: Offload = Offload()
 
     def __post_init__(self) -> None:
         for key, check in _CHECKS.items():
@@ -149,6 +152,27 @@ class ZeroConfig:
                 "reduce_scatter",
                 self.reduce_scatter,
                 f"has no effect in stage {self.stage}, where no rank owns rows; remove it, or use stage 1, 2 or 3",
+            )
+
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        offload = self.offload
+        if offload.optimizer != "none" and not self.policy.shards_optimizer:
+            values.fail("offload.optimizer", offload.optimizer, "has no effect in stage 0; use stage 1, 2 or 3")
+        if offload.parameters != "none" and not self.policy.shards_parameters:
+            values.fail(
+                "offload.parameters",
+                offload.parameters,
+                f"has no effect in stage {self.stage}, where parameters are whole all the time; use stage 3",
+            )
+        if offload.parameters == "disk" and self.collectives == "host":
+            values.fail(
+                "collectives", "host", "keeps parameters in memory, but offload.parameters is disk; use pairwise"
+            )
+        if "disk" in (offload.optimizer, offload.parameters) and self.async_save:
+            values.fail(
+                "async_save", True, "copies what is saved into memory, but offload keeps it on a disk; use false"
             )
 
     @property
@@ -204,7 +228,7 @@ class ZeroConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values that YAML and JSON can hold; `from_dict` gives the same config back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        forms = {"units": self.units.to_value(), "loss_scale": self.loss_scale.to_value()}
+        forms = {key: getattr(self, key).to_value() for key in ("units", "loss_scale", "offload")}
         return values | forms | {"keep_fp32": list(self.keep_fp32)}
 
     def replace(self, **changes: Any) -> ZeroConfig:
@@ -300,6 +324,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
+    "offload": lambda key, value: Offload.from_value(value),
 }
 
 _NAMES_FROM_DEEPSPEED = {

@@ -34,7 +34,8 @@ from hf_zero.engine.reading import (
 from hf_zero.engine.state_dict import CutStateDict
 from hf_zero.engine.unit import GatheredMemory, Unit
 from hf_zero.engine.world import World
-from hf_zero.errors import PartitionError, UsageError
+from hf_zero.errors import OffloadError, PartitionError, UsageError
+from hf_zero.offload.scratch import make_places
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class ZeroEngine:
             kept = kept_parameters(model, world.config)
             self.parameters = [self._known(found, found.param in kept) for found in find_parameters(model)]
             self._by_param = {id(p.param): p for p in self.parameters}
+            self._offload_parameters()
             self.gathering = Gathering(world, self.parameters)
             make_backward = PlainBackward if self._is_plain() else Backward
             self.backward = make_backward(world, self.parameters, self.gathering)
@@ -101,6 +103,19 @@ class ZeroEngine:
             averages=world.config.gradient_reduction == "mean",
             aliases=found.names[1:],
         )
+
+    def _offload_parameters(self) -> None:
+        """Move rows at rest to the disk, if the configuration says so."""
+        offload = self.world.config.offload
+        if offload.parameters != "disk":
+            return
+        with self.world.together("offloading parameters", OffloadError):
+            moved = [p for p in self.parameters if p.is_sharded and p.on_disk is None and not is_quantised(p.param)]
+            if moved:
+                assert offload.path is not None
+                places = make_places(offload.path, [(p.local_shape, p.param.dtype) for p in moved])
+                for p, place in zip(moved, places, strict=True):
+                    p.move_to(place)
 
     def _is_plain(self) -> bool:
         """Whether the modules can compute with the parameters as they are at rest."""

@@ -170,6 +170,37 @@ def _try(
     return one.detach() - start
 
 
+def states_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor) -> dict[str, torch.dtype]:
+    """Names and dtypes of the states, of a parameter's shape, that a first step makes; tried on a tiny parameter.
+
+    Args:
+        optimizer: whose step it is.
+        group: of the parameter, with its options.
+        like: the parameter.
+
+    Raises:
+        UsageError: the step fails on a tiny parameter.
+    """
+    failed: Exception | None = None
+    for closure in ((), (lambda: 1.0,)):
+        tiny = nn.Parameter(torch.ones((8,) * like.ndim, dtype=like.dtype, device=like.device))
+        tried = _trial(optimizer, group, [tiny], {})
+        tiny.grad = torch.full_like(tiny, 0.5)
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step_of(tried)(tried, *closure)
+        except Exception as error:
+            failed = failed or error
+            continue
+        states = tried.state[tiny].items()
+        return {k: value.dtype for k, value in states if isinstance(value, Tensor) and value.shape == tiny.shape}
+    raise UsageError(
+        f"{type(optimizer).__name__} cannot be tried on a tiny parameter, to see which states it has, so they cannot be "
+        f"offloaded to a disk ({type(failed).__name__}: {failed}); use offload.optimizer: none"
+    ) from failed
+
+
 def _trial(optimizer: Any, group: dict[str, Any], params: list[nn.Parameter], known: dict[int, Any]) -> Any:
     """A copy of an optimizer, and of those it wraps, that holds other parameters, in groups with the options of `group`."""
     tried = known[id(optimizer)] = object.__new__(type(optimizer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero import torch_compat
+from hf_zero.config.offload import Offload
 from hf_zero.engine.engine import ZeroEngine, live_engines
-from hf_zero.engine.optimizer_kinds import is_elementwise, refuse_across_parameters
+from hf_zero.engine.offloaded_states import OffloadedStates
+from hf_zero.engine.optimizer_kinds import is_elementwise, refuse_across_parameters, wrapped_optimizers
 from hf_zero.engine.owners import Owners
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.stand_in import STEPPING
 from hf_zero.engine.stepping import Step, Stepping
+from hf_zero.engine.streaming import Evaluated, StreamedStep, Streamer
 from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError, UsageError
+from hf_zero.offload.scratch import Place
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +117,37 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         _cut_loaded_states(optimizer, stepping)
         if stepping.owners is None:
             _choose_fused(optimizer)
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+    if stepping is not None and stepping.streamer is not None:
+        return _before_streamed_step(optimizer, stepping, stepping.streamer, args[1:], kwargs, before_change)
     before_change()
     if stepping is None:
         return None
-    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     step = Step(optimizer, stepping, _worlds_of(optimizer), before_change, after_change, has_closure)
     stepping.under_way = step
     given = [step.closure(arg) if callable(arg) else arg for arg in args[1:]]
     named = {key: step.closure(value) if callable(value) else value for key, value in kwargs.items()}
+    return (step.stand_in, *given), named
+
+
+def _before_streamed_step(
+    optimizer: torch.optim.Optimizer,
+    stepping: Stepping,
+    streamer: Streamer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    before_change: Callable[[], None],
+) -> Any:
+    """Run a step's chunks but the last: closures first, since every chunk is a part of one step with one loss."""
+    worlds = _worlds_of(optimizer)
+    streamer.states.make_room(optimizer, next(iter(worlds.values())))
+    streamer.states.adopt(optimizer)
+    given = [Evaluated(arg) if callable(arg) else arg for arg in args]
+    named = {key: Evaluated(value) if callable(value) else value for key, value in kwargs.items()}
+    before_change()
+    params = [param for param in _params_of(optimizer) if id(param) in worlds]
+    step = StreamedStep(optimizer, streamer, params, tuple(given), named)
+    stepping.under_way = step
     return (step.stand_in, *given), named
 
 
@@ -134,8 +162,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _worlds_of(optimizer: torch.optim.Optimizer) -> dict[int, World]:
     """The ranks over which each partitioned parameter of an optimizer is cut, by the parameter's id."""
-    engines = [engine for engine in live_engines() if engine.world.partitions]
-    params = [param for param in _params_of(optimizer) if isinstance(param, DTensor)]
+    engines = [engine for engine in live_engines() if engine.world.partitions or _is_streamed(engine.world)]
+    # A process alone has plain parameters, whose states may be on a disk all the same.
+    params = [p for p in _params_of(optimizer) if isinstance(p, DTensor) or any(map(_is_streamed, _all(engines)))]
     return {id(param): engine.world for engine in engines for param in params if engine.find(param) is not None}
 
 
@@ -151,14 +180,14 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping | None:
     stepping = vars(optimizer).get(_STEPPING)
     if not isinstance(stepping, Stepping):
         refuse_across_parameters(optimizer)
-        wanted = {world.config.optimizer_on for world in worlds.values()}
-        if len(wanted) > 1:
-            raise UsageError(
-                f"{type(optimizer).__name__} holds parameters of models that were partitioned with different optimizer_on: "
-                f"{sorted(wanted)}; use one of them, or an optimizer for each model"
-            )
-        on_rows = wanted == {"rows"} or (wanted != {"whole"} and is_elementwise(optimizer))
-        vars(optimizer)[_STEPPING] = stepping = Stepping(None if on_rows else {})
+        wanted = _agreed(optimizer, worlds, "optimizer_on")
+        offload: Offload = _agreed(optimizer, worlds, "offload")
+        on_rows = wanted == "rows" or (wanted != "whole" and is_elementwise(optimizer))
+        streamer = None
+        if offload.optimizer == "disk":
+            _refuse_streaming(optimizer, on_rows)
+            streamer = Streamer(OffloadedStates(offload, _known))
+        vars(optimizer)[_STEPPING] = stepping = Stepping(None if on_rows else {}, streamer)
         if not on_rows:
             if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may not have called torch's __init__
                 optimizer.register_state_dict_pre_hook(_refuse_part_of_state)
@@ -168,6 +197,44 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping | None:
             cut = [p for p in _params_of(optimizer) if worlds.get(id(p)) is world and world.layout_of(p).num_ranks > 1]
             stepping.owners.setdefault(world, Owners(world)).spread(cut)
     return stepping
+
+
+def _all(engines: Iterable[ZeroEngine]) -> Iterator[World]:
+    return (engine.world for engine in engines)
+
+
+def _is_streamed(world: World) -> bool:
+    return world.config.offload.optimizer == "disk"
+
+
+def _known(param: Tensor) -> ZeroParameter | None:
+    return next(filter(None, (engine.find(param) for engine in live_engines())), None)
+
+
+def _agreed(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World], key: str) -> Any:
+    """The value of a key of the configuration, which must be one for all parameters of an optimizer."""
+    values = {str(getattr(world.config, key)): getattr(world.config, key) for world in worlds.values()}
+    if len(values) > 1:
+        raise UsageError(
+            f"{type(optimizer).__name__} holds parameters of models that were partitioned with different {key}: "
+            f"{sorted(values)}; use one of them, or an optimizer for each model"
+        )
+    return next(iter(values.values()))
+
+
+def _refuse_streaming(optimizer: torch.optim.Optimizer, on_rows: bool) -> None:
+    name = type(optimizer).__name__
+    if not on_rows:
+        raise UsageError(
+            f"offload.optimizer is disk, but {name} steps on whole parameters, each on one rank (optimizer_on), which cannot "
+            "be streamed in pieces: use an elementwise optimizer (AdamW, Lion, ...), mark_elementwise if it is one, or "
+            "offload.optimizer: none"
+        )
+    if wrapped_optimizers(optimizer):
+        raise UsageError(
+            f"offload.optimizer is disk, but {name} wraps another optimizer, whose states cannot be streamed: use that one "
+            "itself, or offload.optimizer: none"
+        )
 
 
 def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, Owners]:
@@ -182,6 +249,28 @@ def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, Owners]:
     worlds = _worlds_of(optimizer)
     params = [param for param in _params_of(optimizer) if id(param) in worlds]
     return {id(p): stepping.owners[worlds[id(p)]] for p in params if worlds[id(p)].layout_of(p).num_ranks > 1}
+
+
+def rooms_on_disk(
+    optimizer: torch.optim.Optimizer, states: Mapping[int, Mapping[str, torch.dtype]]
+) -> Mapping[int, Mapping[str, Place]]:
+    """Room for states that are about to be read from a checkpoint, where they are offloaded to a disk.
+
+    Called by all ranks together.
+
+    Args:
+        optimizer: whose states they are.
+        states: their names and dtypes by id(parameter), of those that have their parameter's shape.
+
+    Returns:
+        Their places by id(parameter) and name; of those that stay in memory there is none.
+    """
+    stepping = stepping_of(optimizer)
+    if stepping is None or stepping.streamer is None:
+        return {}
+    offloaded = stepping.streamer.states
+    offloaded.make_room(optimizer, next(iter(_worlds_of(optimizer).values())), states)
+    return {key: offloaded.of(key) for key in states}
 
 
 def _refuse_part_of_state(optimizer: torch.optim.Optimizer) -> None:

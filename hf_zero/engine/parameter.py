@@ -15,6 +15,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.param_hooks import take_hooks_along
 from hf_zero.engine.partitioned_tensor import PartitionedTensor
 from hf_zero.layout import RowLayout
+from hf_zero.offload.scratch import Place
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class ZeroParameter:
     averages: bool = True
     aliases: list[str] = field(default_factory=list)
     has_own_grad: bool = False  # `param.grad` is what no backward has reduced yet, see `accumulation`
+    has_master: bool = False  # rows that no module computes with, beside a whole copy in another dtype
     _seen: list[tuple[object, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -95,6 +97,20 @@ class ZeroParameter:
         rows = torch_compat.tensor_on(alias, 0, self.local_shape, self.param.dtype)
         rows.copy_(self.local)
         torch_compat.set_local(self.param, rows)
+
+    def move_to(self, place: Place) -> None:
+        """Let the rows at rest live on a disk."""
+        place.tensor.copy_(self.local)
+        torch_compat.set_local(self.param, place.tensor)
+        self.param._zero_place = place  # type: ignore[attr-defined]  # outlives this engine
+        place.release()
+
+    @property
+    def on_disk(self) -> Place | None:
+        """Where the rows at rest lie, if that is on a disk."""
+        place = getattr(self.param, "_zero_place", None)
+        is_there = isinstance(place, Place) and place.tensor.data_ptr() == self.local.data_ptr()
+        return place if is_there else None
 
     def push(self, owner: object, whole: Tensor) -> None:
         """Let the modules see `whole` under the parameter's name, until `pop(owner)`."""

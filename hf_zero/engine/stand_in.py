@@ -153,8 +153,12 @@ class StandIn:
 
     # --- what has changed ---------------------------------------------------------------------------------------
 
-    def take_over(self, state_of: StateOf) -> None:
-        """Give the optimizer what a step has changed in its stand-in."""
+    def take_over(self, state_of: StateOf | None) -> None:
+        """Give the optimizer what a step has changed in its stand-in.
+
+        Args:
+            state_of: the form in which the optimizer keeps a parameter's state; None: states are seen to elsewhere.
+        """
         self._take_containers()
         there = vars(self.stand_in)
         for name in [*there, *(name for name in self._given if name not in there)]:
@@ -169,6 +173,8 @@ class StandIn:
                 is_ours = key == "params" or (number, key) in self._filtered
                 if not is_ours and group.get(key, _MISSING) is not value:
                     group[key] = value
+        if state_of is None:
+            return
         state = self.optimizer.state
         for key, value in self.stand_in.state.items():
             param = self._stood_for.get(id(key))

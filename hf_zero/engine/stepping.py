@@ -31,11 +31,16 @@ class Stepping:
 
     Args:
         owners: of the parameters, by the ranks they are cut over; None: the optimizer steps on rows.
+        streamer: the memory for steps whose states are on a disk, see `streaming`; None: they are in memory.
+
+    Attributes:
+        under_way: the step that runs now, which has a `finish`.
     """
 
-    def __init__(self, owners: dict[World, Owners] | None) -> None:
+    def __init__(self, owners: dict[World, Owners] | None, streamer: Any = None) -> None:
         self.owners = owners
-        self.under_way: Step | None = None
+        self.streamer = streamer
+        self.under_way: Any = None
         self._plain: dict[
             int, tuple[Tensor, nn.Parameter]
         ] = {}  # id(parameter) -> this rank's rows, a parameter of them
@@ -93,8 +98,7 @@ class Step:
         self._stepping = stepping
         self._before_change, self._after_change = before_change, after_change
         self._has_closure = has_closure
-        kinds = {type(each).__module__ for each in (optimizer, *wrapped_optimizers(optimizer))}
-        self._minds_all = not all(kind.startswith(_LEAVES_ALONE) for kind in kinds)
+        self._minds_all = minds_all(optimizer)
         self._params: dict[int, DTensor] = {}
         for each in (optimizer, *wrapped_optimizers(optimizer)):
             for group in each.param_groups:
@@ -262,6 +266,19 @@ class Step:
             else:
                 kept[key] = value
         return kept
+
+
+def minds_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer, or one that it wraps, may change parameters that have no gradient."""
+    kinds = {type(each).__module__ for each in (optimizer, *wrapped_optimizers(optimizer))}
+    return not all(kind.startswith(_LEAVES_ALONE) for kind in kinds)
+
+
+def gradient_of(param: Tensor) -> Tensor:
+    """The gradient of this rank's rows, contiguous; the parameter has one."""
+    grad = _grad_of(param) if isinstance(param, DTensor) else param.grad
+    assert grad is not None
+    return torch_compat.local_of(grad).contiguous()
 
 
 def _without_values(param: Tensor) -> Tensor:

@@ -130,7 +130,19 @@ def summary(engine: ZeroEngine) -> str:
         ("largest unit", _mib(states.largest_unit)),
         ("traffic a step", f"{_mib(states.traffic)} received by a rank (one micro-batch)"),
     ]
+    if config.offload.is_anything:
+        rows.append(("offload", _offloaded(world)))
     return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
+
+
+def _offloaded(world: World) -> str:
+    offload = world.config.offload
+    where = {"host": "in host memory (where these ranks compute)", "disk": f"on disk ({offload.path})"}
+    parts = [
+        f"{what} {where[place]}" for what in ("optimizer", "parameters") if (place := getattr(offload, what)) in where
+    ]
+    slots = f"; a step reads and writes {offload.slots} slots of {_mib(offload.slot_bytes)}"
+    return ", ".join(parts) + (slots if offload.optimizer == "disk" else "")
 
 
 def _mib(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ torch's "data is not allocated yet" instead of reading somebody else's parameter
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -91,13 +91,20 @@ class _Slot:
     whole: Tensor
 
 
-def _fill_own_rows(slots: Iterable[_Slot]) -> None:
+def _fill_own_rows(slots: Sequence[_Slot]) -> None:
     """Copy this rank's rows at rest into their place, in the compute dtype, unless they live there already."""
     moved = [(slot.own, slot.parameter.local) for slot in slots]
     moved = [(own, local) for own, local in moved if own.data_ptr() != local.data_ptr()]
     if moved:
         with torch.no_grad():
             torch._foreach_copy_([own for own, _ in moved], [local for _, local in moved])
+
+
+def _release_rows(slots: Iterable[_Slot]) -> None:
+    """Let go of rows that were read from a disk."""
+    for slot in slots:
+        if (on_disk := slot.parameter.on_disk) is not None:
+            on_disk.release()
 
 
 class Lease:
@@ -181,6 +188,8 @@ class Unit:
         for p, offset in zip(self._buffered, self._offsets, strict=True):
             if p.is_sharded and p.param.dtype == p.compute_dtype:
                 p.move_into(self._storage, offset)
+            else:
+                p.has_master = True
 
     @property
     def entries(self) -> list[nn.Module]:
@@ -234,8 +243,12 @@ class Unit:
             self._slots = self._make_slots()
         if only is None and self.is_shared:
             only, self._stale = self._stale, []
-        chosen = self._slots.values() if only is None else [self._slots[id(p)] for p in only if id(p) in self._slots]
+        chosen = (
+            list(self._slots.values()) if only is None else [self._slots[id(p)] for p in only if id(p) in self._slots]
+        )
         _fill_own_rows(chosen)
+        if self._world.config.offload.is_anything:
+            _release_rows(chosen)
         items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
         if items:
             self._pending.append(self._world.collectives.gather(items, self.name))
@@ -298,7 +311,7 @@ class Unit:
     def refresh(self) -> None:
         """Cast plain parameters again, as autocast would for every forward: nobody tells when users edit those."""
         if self.keeps_whole:
-            _fill_own_rows(slot for slot in self._slots.values() if not isinstance(slot.parameter.param, DTensor))
+            _fill_own_rows([s for s in self._slots.values() if not isinstance(s.parameter.param, DTensor)])
 
     def read_whole(self, p: ZeroParameter) -> Tensor:
         """One whole parameter in the compute dtype: in this unit's memory where that stays, else in memory of its own."""

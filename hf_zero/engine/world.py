@@ -95,13 +95,16 @@ class World:
             made.staging_bytes = config.bucket_bytes
             return made
 
+        # Ranks that share parameters have them in memory, so what is to be on a disk is exchanged otherwise.
+        is_on_disk = config.offload.parameters == "disk" and device.type == "cpu"
+        choice = "pairwise" if is_on_disk and config.exchange == "auto" else config.exchange
         if len(replicas) == 1:
-            cut = everyone = meet(config.exchange, replicas[0])
+            cut = everyone = meet(choice, replicas[0])
             same_rows: Collectives = AloneCollectives(cut.ranks[cut.rank], device, ledger)
         else:
             everyone = meet("pairwise", [rank for replica in replicas for rank in replica])
             own = everyone.ranks[everyone.rank]
-            cut = meet(config.exchange, next(replica for replica in replicas if own in replica))
+            cut = meet(choice, next(replica for replica in replicas if own in replica))
             same_rows = meet("pairwise", next(column for column in zip(*replicas, strict=True) if own in column))
         names = sorted(config.to_dict())
         prints = [zlib.crc32(str(config.to_dict()[name]).encode()) for name in names]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, UsageError
 from hf_zero.tables import aligned
@@ -50,7 +52,8 @@ class Row:
     @property
     def name(self) -> str:
         """As the table calls it."""
-        return f"stage {self.setting.config.stage}" + (", checkpointing" if self.checkpoints else "")
+        on_disk = ", disk" if self.setting.config.offload.is_anything else ""
+        return f"stage {self.setting.config.stage}{on_disk}" + (", checkpointing" if self.checkpoints else "")
 
 
 def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
@@ -59,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
         "model", metavar="MODEL", help="a folder with a config.json, a name on the hub, or llama-125m, ..."
     )
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="processes, one a device (default: 8)")
-    parser.add_argument("--gpu-memory", type=size, metavar="SIZE", help="of one device, such as 80GiB: says what fits")
+    parser.add_argument(
+        "--gpu-memory", "--memory", type=size, metavar="SIZE", help="of one rank, such as 80GiB: says what fits"
+    )
     parser.add_argument(
         "--seq-len", type=int, metavar="TOKENS", help="of a sequence; without it, activations are left out"
     )
@@ -78,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
         help="(default: adamw)",
     )
     parser.add_argument("--replicate", type=int, default=1, metavar="R", help="replicas of the model (default: 1)")
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="also plan with all that can be offloaded in this folder (CPU ranks only)"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the first way that fits")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw what a rank holds, by stage (needs matplotlib)"
@@ -135,12 +143,15 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace) -> li
     kept = {False: NOTHING} if args.seq_len is None else _activations(model, args)
     if args.checkpointing:
         kept = {True: kept.get(True, NOTHING)}
+    common = {"compute_dtype": args.dtype, "collectives": "native", "replicate": args.replicate}
     rows = []
-    for checkpoints, found in kept.items():
+    for is_on_disk, (checkpoints, found) in itertools.product([False, True] if args.disk else [False], kept.items()):
         for stage in (0, 1, 2, 3):
-            if args.replicate > 1 and stage == 0:
+            if stage == 0 and (args.replicate > 1 or is_on_disk):
                 continue
-            config = ZeroConfig(stage=stage, compute_dtype=args.dtype, collectives="native", replicate=args.replicate)
+            parameters: Literal["none", "disk"] = "disk" if stage == 3 else "none"
+            offload = Offload("disk", parameters, path=args.disk) if is_on_disk else Offload()
+            config = ZeroConfig(stage=stage, offload=offload, **common)
             setting = Setting(config, args.ranks, args.optimizer, args.accumulation)
             rows.append(Row(setting, checkpoints, predict(shape, setting, found)))
     return rows
@@ -175,13 +186,14 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
     how = f"{args.ranks:,} ranks, {args.dtype}, {args.optimizer}" + (", accumulation" if args.accumulation else "")
     how += f", {args.batch_size} x {args.seq_len} tokens a rank" if args.seq_len else ""
     head = ["a rank", "parameters", "gradients", "optimizer", "gathered", "activations", "peak", "received a step"]
+    head += ["disk"] if args.disk else []
     table = [head if args.gpu_memory is None else [*head, "fits"]]
     for row in rows:
         h = row.holding
         known = _size(h.activations) if args.seq_len else "?"
         sizes = [_size(n) for n in (h.parameters, h.gradients, h.optimizer, h.gathered)]
         moved = _size(h.in_replica) + (f" + {_size(h.between_replicas)}" if h.between_replicas else "")
-        cells = [row.name, *sizes, known, _size(h.peak), moved]
+        cells = [row.name, *sizes, known, _size(h.peak), moved, *([_size(h.on_disk)] if args.disk else [])]
         table.append(cells if args.gpu_memory is None else [*cells, "yes" if _fits(row, args) else "no"])
     lines = [what, how, "", aligned(table, "<>", margin="  "), ""]
     cut = rows[-1].setting
@@ -190,6 +202,10 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
         lines.append("Activations are left out: give --seq-len.")
     if args.gpu_memory is not None:
         lines += _verdict(shape, rows, args)
+    if args.disk:
+        lines.append(
+            "disk: optimizer states, masters and (stage 3) parameters at rest; the peak has the slots of a step."
+        )
     lines.append(
         "Parameters count with the whole copies that stages 0 to 2 compute with; gathered: what stage 3 has whole at once.\n"
         "The peak is the backward's; a device's own context is not in it."
@@ -239,9 +255,16 @@ def _enough_ranks(shape: ModelShape, row: Row, args: argparse.Namespace) -> int 
 def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
     import yaml
 
-    values = {"stage": row.setting.config.stage, "compute_dtype": args.dtype, "expected_world_size": args.ranks}
+    values: dict[str, Any] = {
+        "stage": row.setting.config.stage,
+        "compute_dtype": args.dtype,
+        "expected_world_size": args.ranks,
+    }
     if args.replicate > 1:
         values["replicate"] = args.replicate
+    if row.setting.config.offload.is_anything:
+        offload = row.setting.config.offload
+        values["offload"] = {"optimizer": offload.optimizer, "parameters": offload.parameters, "path": offload.path}
     text = f"# For {args.model}: hf-zero plan\n" + yaml.safe_dump(values, sort_keys=False)
     if row.checkpoints:
         text += "# With the Trainer's gradient_checkpointing=True.\n"

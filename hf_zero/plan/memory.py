@@ -4,7 +4,7 @@
 gradients. Three moments are looked at: the backward begins (all activations, and the gradient of the largest of them), is half
 done, and ends. On their way are whole gradients and what peers send of them. Reductions end while the backward goes on: beside
 real runs, half of `bucket_bytes` on the way fits the middle, and all of it the end. With accumulation, gradients of earlier
-micro-batches are there all the time.
+micro-batches are there all the time; without it, stage 1 keeps none of them whole for longer than their unit's backward.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Holding:
         buffers: of the model.
         activations: kept for the backward.
         in_replica, between_replicas: received in a step.
+        on_disk: what is offloaded; its slots are in the peak.
         peak: the most at any time, see [Note: peak].
     """
 
@@ -73,6 +74,7 @@ class Holding:
     activations: int
     in_replica: int
     between_replicas: int
+    on_disk: int
     peak: int
 
     @property
@@ -95,7 +97,7 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
     config, policy = setting.config, setting.config.policy
     precision, ranks = Precision.from_config(config), setting.num_shards
     shares = config.collectives == "host" and ranks > 1
-    parameters = gradients = optimizer = in_replica = between = 0
+    parameters = gradients = rows = optimizer = in_replica = between = on_disk = 0
     for unit in model.units:
         for param in unit.parameters:
             layout = _layout(param, config, ranks)
@@ -106,7 +108,10 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
             stays_whole = not policy.shards_parameters or shares
             has_copy = stays_whole and (is_cut or compute != rest)
             lies_inside = has_copy and is_cut and compute == rest
-            parameters += 0 if lies_inside else own * rest.itemsize
+            at_rest = 0 if lies_inside else own * rest.itemsize
+            if _is_on_disk(config, stays_whole, has_copy, param.trains and is_cut):
+                on_disk, at_rest = on_disk + at_rest, 0
+            parameters += at_rest
             parameters += whole // (ranks if shares and is_cut else 1) if has_copy else 0
             if is_cut and not stays_whole:
                 in_replica += _others(whole, ranks) * (2 if unit.reads_in_backward else 1)
@@ -114,10 +119,15 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
                 in_replica += _others(whole, ranks)
             if not param.trains:
                 continue
-            optimizer += OPTIMIZERS[setting.optimizer] * own * rest.itemsize
+            states = OPTIMIZERS[setting.optimizer] * own * rest.itemsize
+            if config.offload.optimizer == "disk":
+                on_disk += states
+            else:
+                optimizer += states
             reduced = precision.reduce_for(compute)
             keeps_whole_gradient = not policy.shards_gradients and setting.num_ranks > 1
             gradients += layout.numel * reduced.itemsize if keeps_whole_gradient else own * rest.itemsize
+            rows += own * rest.itemsize
             if is_cut:
                 in_replica += _others(layout.numel * _sent(precision, compute, config), ranks)
                 between += 2 * _others(own * reduced.itemsize, config.replicate)
@@ -127,12 +137,13 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
     largest = max(sizes, default=0)
     gathers = policy.shards_parameters and ranks > 1 and not shares
     gathered = largest + min(config.prefetch_bytes, sum(sizes) - largest) if gathers else 0
-    stays = parameters + optimizer + model.buffer_bytes
+    slots = config.offload.slots * config.offload.slot_bytes if config.offload.optimizer == "disk" else 0
+    stays = parameters + optimizer + model.buffer_bytes + slots
     before = float(gradients if setting.accumulates else 0)
-    if policy.shards_gradients and ranks > 1:
+    if ranks > 1 and (policy.shards_gradients or not setting.accumulates):
         on_way = min(config.bucket_bytes, sum(sizes))
-        done = gradients * (1 - on_way / sum(sizes)) if sizes else 0.0
-        middle = kept.total / 2 + max(before, gradients / 2 - on_way / 2 / ranks) + gathered + on_way
+        done = rows * (1 - on_way / sum(sizes)) if sizes else 0.0
+        middle = kept.total / 2 + max(before, rows / 2 - on_way / 2 / ranks) + gathered + on_way
         end = max(before, done) + 2 * on_way + (largest if gathers else 0)
     else:
         on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
@@ -150,8 +161,16 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
         kept.total,
         in_replica,
         between,
+        on_disk,
         round(stays + max(begin, middle, end)),
     )
+
+
+def _is_on_disk(config: ZeroConfig, stays_whole: bool, has_copy: bool, trains: bool) -> bool:
+    """Whether rows at rest, beside what modules compute with, are on a disk."""
+    if not stays_whole:
+        return config.offload.parameters == "disk"
+    return has_copy and trains and config.offload.optimizer == "disk"  # masters
 
 
 def balance(model: ModelShape, setting: Setting) -> float:

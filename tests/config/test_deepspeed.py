@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_zero.config import zero_config
 from hf_zero.config.deepspeed_rules import TOP_KEYS
+from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import LossScale, ZeroConfig, load_with_import, read_deepspeed
 from hf_zero.errors import ConfigError
 from tests.config.test_zero_config import MIB, write
@@ -383,10 +384,6 @@ REFUSED = [
     ("tensor_parallel", {"autotp_size": 4}, {"autotp_size": 1}),
     ("torch_autocast", {"enabled": True}, {"enabled": False}),
     ("weight_quantization", {"quantized_initialization": {}}, {}),
-    ("zero_optimization.cpu_offload", True, False),
-    ("zero_optimization.cpu_offload_param", True, False),
-    ("zero_optimization.offload_optimizer", {"device": "nvme"}, {"pin_memory": True}),
-    ("zero_optimization.offload_param", {"device": "cpu"}, {"device": "none"}),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
     ("zero_optimization.zero_quantized_gradients", True, False),
     ("zero_optimization.zero_quantized_nontrainable_weights", True, False),
@@ -469,6 +466,30 @@ def status_of(key: str, value: object) -> str:
     return found.pop() if found else "kept"
 
 
+@pytest.mark.parametrize(
+    ("block", "offload"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, {"optimizer": "host"}),
+        ({"stage": 1, "cpu_offload": True}, {"optimizer": "host"}),
+        ({"stage": 3, "cpu_offload": False, "cpu_offload_param": True}, {"parameters": "host"}),
+        ({"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}, None),
+        ({"stage": 0, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, None),
+        ({"stage": 3, "offload_optimizer": {"device": "none"}}, None),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/x", "ratio": 0.5, "buffer_count": 5},
+                "offload_param": {"device": "nvme", "nvme_path": "/x", "buffer_count": 7, "max_in_cpu": 1e9},
+            },
+            {"optimizer": "disk", "parameters": "disk", "path": "/x", "ratio": 0.5, "slots": 5},
+        ),
+    ],
+)
+def test_deepspeed_offload_means_ours(block: dict[str, Any], offload: dict[str, Any] | None) -> None:
+    found = ZeroConfig.from_dict({"zero_optimization": block}).offload
+    assert found == Offload.from_value(offload)
+
+
 @pytest.mark.parametrize(("key", "asking", "not_asking"), REFUSED)
 def test_deepspeed_refused_key_is_an_error_only_where_it_asks(key: str, asking: object, not_asking: object) -> None:
     assert status_of(key, not_asking) == "kept"
@@ -541,11 +562,28 @@ def test_deepspeed_default_that_is_not_ours_has_a_row() -> None:
         ({"zero_optimization": {"stage": 4}}, "'zero_optimization.stage': 4: is not a stage"),
         ({"zero_optimization": {"stage": True}}, "'zero_optimization.stage': True: is not a stage"),
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "offload_optimizer.device': 'cpu': offload is not",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "ssd"}}},
+            "offload_optimizer.device': 'ssd': is not a place; use none, cpu or nvme",
         ),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device': 'nvme': offload is not"),
-        ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload': True: offload is not supported yet"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "offload_param.nvme_path': None: must be one folder",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+                    "offload_param": {"device": "nvme", "nvme_path": "/b"},
+                }
+            },
+            "offload_param.nvme_path': '/b': must be one folder",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload': True: is not supported",
+        ),
+        ({"zero_optimization": {"stage": 1, "cpu_offload": 1}}, "cpu_offload': 1: is not a boolean"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "quantised exchange does not exist yet"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "quantised exchange does not exist yet"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "quantised weights do not exist yet"),

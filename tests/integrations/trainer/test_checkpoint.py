@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_zero.checkpoint import disk
@@ -43,6 +45,8 @@ from tests.models import CASES, make_model
 from tests.ranks import run_alone, run_ranks
 
 Values = dict[str, Any]
+MOMENTS_ON_DISK = {"optimizer": "disk", "path": tempfile.gettempdir()}
+DISK = {**MOMENTS_ON_DISK, "parameters": "disk"}
 SAVING: Values = {"save_strategy": "steps", "save_steps": 2}
 
 
@@ -137,6 +141,12 @@ RUNS = [
         1,
         options={"optim": "adafactor", "zero": {"stage": 1, "collectives": COLLECTIVES, "async_save": True}},
     ),
+    Run("disk", 3, with_dropout, {"zero": {"stage": 3, "collectives": COLLECTIVES, "offload": DISK}}),
+    Run(
+        "disk_mixed",
+        2,
+        options={"bf16": True, "zero": {"stage": 2, "collectives": COLLECTIVES, "offload": MOMENTS_ON_DISK}},
+    ),
     Run("async", 3, with_dropout, {"zero": {"stage": 3, "collectives": COLLECTIVES, "async_save": True}}),
     Run("async_stage1", 1, options={"zero": {"stage": 1, "collectives": COLLECTIVES, "async_save": True}}),
     Run("accumulation", 3, options={"gradient_accumulation_steps": 2, "max_steps": 4}),
@@ -193,11 +203,13 @@ def elsewhere(folder: str, stage: int, build: Callable[[str], nn.Module], name: 
 
 
 @undone
-def save_there(folder: str, stage: int, build: Callable[[str], nn.Module], name: str) -> tuple[State, list[Any]]:
-    trainer = elsewhere(folder, stage, build, name, max_steps=2)
+def save_there(
+    folder: str, stage: int, build: Callable[[str], nn.Module], name: str, **options: Any
+) -> tuple[State, list[Any]]:
+    trainer = elsewhere(folder, stage, build, name, max_steps=2, **options)
     trainer.train()
     at_save = state_of(trainer)
-    trainer = elsewhere(folder, stage, build, f"{name}_straight", max_steps=4)
+    trainer = elsewhere(folder, stage, build, f"{name}_straight", max_steps=4, **options)
     trainer.train()
     return at_save, trainer.data_collator.rows[: 4 * GLOBAL_BATCH // dist.get_world_size()]
 
@@ -208,20 +220,28 @@ class StateAtStart(TrainerCallback):
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
         self.state: State | None = None
+        self.is_in_memory = True
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         assert self.trainer is not None
         self.state = state_of(self.trainer)
+        states = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
+        locals_ = [value.to_local() for value in states if isinstance(value, DTensor)]
+        self.is_in_memory = any(value.numel() and value.untyped_storage().resizable() for value in locals_)
 
 
 @undone
-def resume_here(folder: str, stage: int, build: Callable[[str], nn.Module], name: str) -> tuple[State, list[Any]]:
-    trainer = elsewhere(folder, stage, build, f"{name}_here", max_steps=4, save_strategy="no")
+def resume_here(
+    folder: str, stage: int, build: Callable[[str], nn.Module], name: str, **options: Any
+) -> tuple[State, list[Any]]:
+    trainer = elsewhere(folder, stage, build, f"{name}_here", max_steps=4, save_strategy="no", **options)
     at_start = StateAtStart()
     at_start.trainer = trainer
     trainer.add_callback(at_start)
     trainer.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-2")
     assert at_start.state is not None
+    is_offloaded = isinstance(options.get("zero"), dict) and "offload" in options["zero"]
+    assert not at_start.is_in_memory or not is_offloaded
     return at_start.state, trainer.data_collator.rows[: 2 * trainer.args.per_device_train_batch_size]
 
 
@@ -255,6 +275,15 @@ def test_state_is_the_same_on_other_ranks_and_stages(
         assert len(gone_through) == 2 * GLOBAL_BATCH
         first_two = {row for _, rows in saved for row in rows[: 2 * GLOBAL_BATCH // 4]}
         assert set(gone_through) == set(seen) - first_two  # no repeats, no gaps
+
+
+def test_state_goes_to_a_disk_and_comes_back_on_other_ranks(folder: str) -> None:
+    on_disk: Values = {"zero": {"stage": 3, "collectives": COLLECTIVES, "offload": DISK}}
+    for name, there, here in (("to_disk", {}, on_disk), ("from_disk", on_disk, {})):
+        saved = run_ranks(save_there, 3, folder, 3, loaded, name, **there)
+        for state, _ in run_ranks(resume_here, 2, folder, 3, loaded, name, **here):
+            state.losses = saved[0][0].losses
+            assert_equal(saved[0][0], state, but_random=True)
 
 
 # ---- the life of checkpoints in a run -------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""What lives elsewhere than on the device: optimizer states and parameters, in host memory or on a disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_zero.config import values
+
+_PLACES = ("none", "host", "disk")
+_LEAST_SLOT_BYTES = 2**18
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where a rank's rows live between their uses.
+
+    Attributes:
+        optimizer: states of elementwise optimizers, and masters of another dtype than modules compute in (stages 1, 2).
+        parameters: rows of parameters at rest (stage 3).
+        ratio: the part of the optimizer's states that is offloaded, in whole parameters; the rest stays on the device.
+        path: folder on a disk, for "disk"; made if missing. Only space in it is used: no file ever shows there.
+        slot_bytes: bytes of the states that are read, stepped on and written back at a time.
+        slots: so many of them are held in memory.
+
+    Source: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857).
+    """
+
+    optimizer: Literal["none", "host", "disk"] = "none"
+    parameters: Literal["none", "host", "disk"] = "none"
+    ratio: float = 1.0
+    path: str | None = None
+    slot_bytes: int = 32 * 2**20
+    slots: int = 3
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "optimizer", values.word("offload.optimizer", self.optimizer, words=_PLACES))
+        set_(self, "parameters", values.word("offload.parameters", self.parameters, words=_PLACES))
+        set_(self, "ratio", values.positive("offload.ratio", self.ratio, or_zero=True))
+        set_(self, "slot_bytes", values.num_bytes("offload.slot_bytes", self.slot_bytes, minimum=_LEAST_SLOT_BYTES))
+        set_(self, "slots", values.count("offload.slots", self.slots, minimum=3, unit="slots"))
+        if self.ratio > 1:
+            values.fail("offload.ratio", self.ratio, "is above 1, which is all")
+        if self.path is not None and (not isinstance(self.path, str) or not self.path):
+            values.fail("offload.path", self.path, "is not a folder; name one on a disk")
+        if "disk" in (self.optimizer, self.parameters) and self.path is None:
+            values.fail(
+                "offload.path", self.path, "is missing; name a folder on a fast disk for what is offloaded to it"
+            )
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether anything is offloaded."""
+        return (self.optimizer, self.parameters) != ("none", "none")
+
+    @classmethod
+    def from_value(cls, value: object) -> Offload:
+        """What a YAML form describes: `none`, or {optimizer: disk, path: /scratch, ...}.
+
+        Raises:
+            ConfigError: the value is neither.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        if isinstance(value, Offload):
+            return value
+        if value is None or value == "none":
+            return cls()
+        if not isinstance(value, Mapping):
+            values.fail("offload", value, "is not understood; use none, or {optimizer: disk, path: /scratch}")
+        for key in value:
+            if key not in names:
+                values.fail("offload", key, f"is not one of its keys; they are {', '.join(names)}")
+        return cls(**value)
+
+    def to_value(self) -> Any:
+        """The YAML form that `from_value` reads back."""
+        return dataclasses.asdict(self) if self.is_anything else "none"
