@@ -18,6 +18,7 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,12 +64,9 @@ class Scratch:
         with contextlib.suppress(OSError, AttributeError):  # Linux; not every file system
             self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
             self.is_direct = True
+            weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(fd, self.num_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def __del__(self) -> None:
-        if getattr(self, "is_direct", False):
-            os.close(self._fd)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Scratch:
         return self
