@@ -1,9 +1,9 @@
 """Quantised weights (bitsandbytes' `Params4bit`): bytes that mean something together with a class and its attributes.
 
 [Note: quantised weights] A frozen parameter of a class of its own is left as it is, whole on every rank. In stage 3 the 4-bit
-ones are cut like others: at rest their packed bytes are rows of a `PartitionedTensor`, which takes their attributes along
-(the state that tells how to dequantise them stays whole: about 1/16 of the bytes, 1/60 with double quantisation). Modules are
-shown the whole bytes as the class they came in. No dtype is ever applied to them.
+ones are cut like others: at rest their packed bytes are rows of a `PartitionedTensor`, which takes their attributes along.
+The state that tells how to dequantise them stays whole: 1/8 of the bytes in blocks of 64 weights, about 1/30 with double
+quantisation. Modules are shown the whole bytes as the class they came in. No dtype is ever applied to them.
 
 Their products keep a view of the bytes in the graph, as an attribute of its node that no saved-tensor hook sees. So the node
 makes the unit whole before it runs, where its memory has been released, see [Note: saved weights].

@@ -82,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
         default="adamw",
         help="(default: adamw)",
     )
+    parser.add_argument(
+        "--lora", type=int, metavar="R", help="train adapters of rank R on all linear layers (needs PEFT)"
+    )
+    parser.add_argument(
+        "--load-in-4bit", action="store_true", help="with --lora: frozen weights as bitsandbytes packs them (QLoRA)"
+    )
     parser.add_argument("--replicate", type=int, default=1, metavar="R", help="replicas of the model (default: 1)")
     parser.add_argument(
         "--disk", metavar="FOLDER", help="also plan with all that can be offloaded in this folder (CPU ranks only)"
@@ -100,13 +106,17 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the options contradict each other, or a file exists already.
         UsageError: the model is not known.
     """
-    from hf_zero.plan.shapes import meta_model, shapes_of
+    import torch
+
+    from hf_zero.plan.shapes import meta_model, shapes_of, with_adapters
 
     _check(args)
     model = meta_model(args.model)
-    shape = shapes_of(model)
+    if args.lora is not None:
+        model = with_adapters(model.to(getattr(torch, args.dtype)), args.lora)  # frozen weights need no masters
+    shape = shapes_of(model, in_4bit=args.load_in_4bit)
     rows = rows_of(model, shape, args)
-    print("\n".join(_told(shape, rows, args)))
+    print("\n".join([_model_told(model, shape), *_told(shape, rows, args)]))
     chosen = next(
         (row for row in rows if args.gpu_memory is None or row.holding.peak <= _MARGIN * args.gpu_memory), None
     )
@@ -123,12 +133,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("ranks", "batch_size", "seq_len", "replicate"):
+    for name in ("ranks", "batch_size", "seq_len", "replicate", "lora"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
     if args.ranks % args.replicate:
         raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
+    if args.load_in_4bit and args.lora is None:
+        raise ConfigError("--load-in-4bit freezes the weights that it packs, so nothing would train: give --lora R too")
     if args.write is not None and args.write.exists():
         raise ConfigError(f"{args.write} exists already: remove it, or name another file")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -178,12 +190,18 @@ def _activations(model: nn.Module, args: argparse.Namespace) -> dict[bool, Kept]
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
+def _model_told(model: nn.Module, shape: ModelShape) -> str:
+    sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
+    trained = sum(numel for numel, trains in sizes if trains)
+    total = sum(numel for numel, _ in sizes)
+    return f"{shape.name}: {total:,} parameters ({trained:,} trainable), {len(shape.units)} units"
+
+
 def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[str]:
     from hf_zero.plan.memory import balance
 
-    trained = sum(param.numel for param in shape.parameters if param.trains)
-    what = f"{shape.name}: {shape.numel:,} parameters ({trained:,} trainable), {len(shape.units)} units"
     how = f"{args.ranks:,} ranks, {args.dtype}, {args.optimizer}" + (", accumulation" if args.accumulation else "")
+    how += f", LoRA of rank {args.lora}" + (" on 4-bit weights" if args.load_in_4bit else "") if args.lora else ""
     how += f", {args.batch_size} x {args.seq_len} tokens a rank" if args.seq_len else ""
     head = ["a rank", "parameters", "gradients", "optimizer", "gathered", "activations", "peak", "received a step"]
     head += ["disk"] if args.disk else []
@@ -195,7 +213,7 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
         moved = _size(h.in_replica) + (f" + {_size(h.between_replicas)}" if h.between_replicas else "")
         cells = [row.name, *sizes, known, _size(h.peak), moved, *([_size(h.on_disk)] if args.disk else [])]
         table.append(cells if args.gpu_memory is None else [*cells, "yes" if _fits(row, args) else "no"])
-    lines = [what, how, "", aligned(table, "<>", margin="  "), ""]
+    lines = [how, "", aligned(table, "<>", margin="  "), ""]
     cut = rows[-1].setting
     lines.append(f"The greatest rank holds {balance(shape, cut):.3f} of the mean of the parameters' elements.")
     if not args.seq_len:

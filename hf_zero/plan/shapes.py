@@ -77,25 +77,71 @@ class ModelShape:
         return sum(param.numel for param in self.parameters)
 
 
-def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None) -> ModelShape:
+def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None, in_4bit: bool = False) -> ModelShape:
     """The shapes of a model, which may be on the meta device.
+
+    Args:
+        model: any module.
+        grouping: its units.
+        in_4bit: frozen weights of linear layers, but for the head, as bitsandbytes packs them with double quantisation.
 
     Raises:
         ConfigError: `grouping` names classes that the model does not have.
     """
+    packed = _linear_weights(model) if in_4bit else {}
     units = tuple(
         UnitShape(
             each.name,
-            tuple(
-                ParameterShape(f.names[0], tuple(f.param.shape), f.param.dtype, f.param.requires_grad)
-                for f in each.params
-            ),
+            tuple(_shape_of(f.names[0], f.param, id(f.param) in packed) for f in each.params),
             any(map(reads_in_backward, each.entries)),
         )
         for each in group(model, grouping or UnitGrouping())
     )
     buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    buffer_bytes += sum(map(_state_bytes, packed.values()))
     return ModelShape(type(model).__name__, units, buffer_bytes)
+
+
+def _shape_of(name: str, param: nn.Parameter, is_packed: bool) -> ParameterShape:
+    if is_packed:
+        return ParameterShape(name, (-(-param.numel() // 2), 1), torch.uint8, False)
+    return ParameterShape(name, tuple(param.shape), param.dtype, param.requires_grad)
+
+
+def _linear_weights(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Frozen weights that are quantised when a model is loaded in 4 bits, by id: those of all linear layers but the head."""
+    get_head = getattr(model, "get_output_embeddings", lambda: None)
+    head = get_head()
+    weights: list[nn.Parameter] = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]  # type: ignore[misc]
+    return {id(weight): weight for weight in weights if not weight.requires_grad}
+
+
+def _state_bytes(weight: nn.Parameter) -> int:
+    """What bitsandbytes 0.50 keeps beside a weight in 4 bits: scales of blocks of 64, scales of 256 of those, two tables."""
+    blocks = -(-weight.numel() // 64)
+    return blocks + -(-blocks // 256) * 4 + (16 + 256 + 1) * 4
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """The model with LoRA adapters on all its linear layers, and all else frozen.
+
+    Args:
+        model: on the meta device.
+        rank: of the adapters.
+
+    Raises:
+        UsageError: PEFT is missing, or cannot adapt the model.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError("--lora needs PEFT: pip install peft") from error
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"PEFT cannot adapt {type(model).__name__}: {_first_line(error)}") from error
+    return adapted.train()
 
 
 def meta_model(name_or_folder: str) -> nn.Module:

@@ -14,6 +14,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
 import hf_zero as zero
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.summary import model_states
+from hf_zero.plan.memory import Setting, predict
+from hf_zero.plan.shapes import shapes_of
 from tests.integrations.test_peft_methods import logits, trained
 from tests.integrations.trainer.test_trainer import arguments, collate, dataset, undone
 from tests.models import CASES, make_model
@@ -172,3 +176,25 @@ def _in_vain(way: str, folder: str) -> None:
     else:
         with zero.Init({"stage": 1}):
             adapted(folder, "4bit")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_the_plan_counts_what_the_engine_holds(stage: int, folder: str) -> None:
+    ours = adapted(folder, "4bit")
+    config = {"stage": stage, "collectives": "pairwise", "prefetch_bytes": 0}
+    states = model_states(zero.shard_model(ours, config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_model(LLAMA).config, dtype=torch.float32)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    shape = shapes_of(model, in_4bit=True)
+    held = predict(shape, Setting(ZeroConfig(**config), 2), rank=dist.get_rank())
+    left = sum(p.numel() for p in ours.parameters() if type(p).__name__ == "Params4bit")  # bytes that no engine holds
+    assert (left > 0) == (stage == 2)
+    assert (held.parameters - left, held.gradients) == (states.parameters, states.gradients)
+    assert held.optimizer == states.optimizer
+    packed = [p for name, p in ours.named_parameters() if "proj" in name and "lora" not in name]
+    kept = [p.quant_state for p in packed]
+    tensors = [t for q in kept for t in (q.absmax, q.code, q.offset, q.state2.absmax, q.state2.code)]
+    buffers = sum(b.numel() * b.element_size() for b in ours.buffers())
+    assert shape.buffer_bytes == buffers + sum(t.numel() * t.element_size() for t in tensors)

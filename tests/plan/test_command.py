@@ -10,9 +10,11 @@ import yaml
 from transformers import GPT2Config, LlamaConfig, ViTConfig
 
 from hf_zero.cli import main
+from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.plan.activations import activations
-from hf_zero.plan.shapes import meta_model
+from hf_zero.plan.memory import Setting, predict
+from hf_zero.plan.shapes import meta_model, shapes_of
 
 
 @pytest.fixture
@@ -43,6 +45,42 @@ def test_shows_each_stage_and_writes_the_first_that_fits(tmp_path: Path, capsys:
     assert (config.stage, config.expected_world_size, config.compute_dtype) == (3, 8, "float32")
     assert yaml.safe_load(out.read_text()) == {"stage": 3, "compute_dtype": "float32", "expected_world_size": 8}
     assert _plan(capsys, *options)[1].endswith("remove it, or name another file\n")
+
+
+def test_a_disk_is_planned_with_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "zero.yaml"
+    options = ["llama-125m", "--ranks", "2", "--memory", "700MiB", "--dtype", "float32", "--disk", "/fast"]
+    code, text = _plan(capsys, *options, "--write", str(out))
+    assert code == 0
+    rows = {line.split("   ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.startswith("  stage")}
+    assert rows == dict.fromkeys([f"stage {s}" for s in range(4)] + ["stage 1, disk", "stage 2, disk"], "no") | {
+        "stage 3, disk": "yes"
+    }
+    assert ZeroConfig.from_file(out).offload == Offload("disk", "disk", path="/fast")
+
+
+def test_states_on_a_disk_are_counted_there() -> None:
+    shape = shapes_of(meta_model("llama-34m"))
+    for stage, more, per_parameter in ((1, {}, 8), (3, {}, 12), (2, {"compute_dtype": "bfloat16"}, 12)):
+        offload = {"optimizer": "disk", "parameters": "disk" if stage == 3 else "none", "path": "/fast"}
+        config = {"stage": stage, "collectives": "pairwise", **more}
+        plain, disk = (predict(shape, Setting(ZeroConfig(**config, offload=each), 2)) for each in ("none", offload))
+        assert disk.on_disk == pytest.approx(per_parameter * shape.numel / 2, rel=0.01)
+        assert plain.states - disk.states == disk.on_disk
+        assert plain.peak - disk.peak == disk.on_disk - 3 * 32 * 2**20
+
+
+def test_seven_billion_parameters_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    LlamaConfig(**sizes, vocab_size=32000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    code, text = _plan(capsys, str(tmp_path), "--ranks", "4", "--lora", "16", "--load-in-4bit")
+    assert code == 0
+    assert "6,778,392,576 parameters (39,976,960 trainable)" in text
+    held = {line.split()[1]: line.split()[2:4] for line in text.splitlines() if line.startswith("  stage")}
+    # 6.476e9 weights of half a byte, 2 x 131e6 of bfloat16 around them, and adapters with their masters
+    assert held["2"] == ["3.62", "GiB"] and held["3"] == ["935.3", "MiB"]
+    assert _plan(capsys, str(tmp_path), "--load-in-4bit")[1].endswith("nothing would train: give --lora R too\n")
 
 
 def test_says_what_would_help_where_nothing_fits(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
