@@ -292,15 +292,16 @@ class LoadedState:
         by_name = dict(self._model.named_parameters())
         optimizer = _inner(self._optimizer)
         owned = owned_by(optimizer)
+        infos = {tensor.name: tensor for tensor in self.file.tensors}
+        places = rooms_on_disk(
+            optimizer, self._offloadable(infos, by_name)
+        )  # before anything changes: there may be none
         optimizer.state.clear()
         sources: dict[str, Source] = {}
-        infos = {tensor.name: tensor for tensor in self.file.tensors}
-        for group, saved in zip(optimizer.param_groups, self._content["groups"], strict=True):
-            for key, value in saved["options"].items():
-                group[key] = from_json(value, torch.device("cpu"), {}, type(optimizer))
-        places = rooms_on_disk(optimizer, self._offloadable(infos, by_name))
         for group, saved in zip(optimizer.param_groups, self._content["groups"], strict=True):
             on_device = bool(group.get("fused") or group.get("capturable"))
+            for key, value in saved["options"].items():
+                group[key] = from_json(value, torch.device("cpu"), {}, type(optimizer))
             for name in saved["params"]:
                 param, numbers = by_name[name], self._content["numbers"].get(name, {})
                 owners = owned.get(id(param))

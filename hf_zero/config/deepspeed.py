@@ -164,6 +164,7 @@ def _translate_zero(reader: Reader, top: Mapping[Any, Any]) -> None:
     reader.zero["stage"] = int(stage)
     reader.row(f"{prefix}stage", block.get("stage", ABSENT), f"stage={int(stage)}")
     translate_offload(reader, block)
+    _translate_wire(reader, block)
 
     is_half = any(name in top for name in ("bf16", "bfloat16")) or top.get("fp16", {}).get("enabled") == "auto"
     compute_dtype = reader.zero.get("compute_dtype", "bfloat16" if is_half else "float32")
@@ -173,6 +174,24 @@ def _translate_zero(reader: Reader, top: Mapping[Any, Any]) -> None:
     _translate_persistence(reader, block)
     _translate_reduce_scatter(reader, block)
     reader.judge(prefix, block, ZERO_RULES)
+
+
+def _translate_wire(reader: Reader, block: Mapping[Any, Any]) -> None:
+    """ZeRO++'s smaller messages, in blocks of 256 here."""
+    wire = {}
+    for name, what, word in (("weights", "gather", "int8"), ("gradients", "reduce", "int4")):
+        key = f"zero_optimization.zero_quantized_{name}"
+        value = block.get(f"zero_quantized_{name}")
+        if value is None:
+            continue
+        is_used = reader.zero["stage"] == 3
+        if reader.flag(key, value) and is_used:
+            wire[what] = word
+        reader.row(
+            key, value, "only used in stage 3" if value and not is_used else f"wire.{what}={wire.get(what, 'float32')}"
+        )
+    if wire:
+        reader.zero["wire"] = wire
 
 
 def _translate_reduce_dtype(reader: Reader, top: Mapping[Any, Any]) -> str | None:

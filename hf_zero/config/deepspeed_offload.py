@@ -44,7 +44,7 @@ def _translate_block(reader: Reader, key: str, value: object, what: str, found: 
     block = reader.block(key, value)
     reader.refuse_unknown(f"{key}.", block, {*OFFLOAD_RULES, *OFFLOAD_TRANSLATED})
     device = block.get("device", "none")
-    if device not in _PLACES:
+    if not isinstance(device, str | None) or device not in _PLACES:
         raise reader.error(f"{key}.device", device, "is not a place; use none, cpu or nvme")
     place = _PLACES[device]
     if place != "none" and not _is_used(reader, what):
@@ -64,9 +64,11 @@ def _translate_block(reader: Reader, key: str, value: object, what: str, found: 
         found["path"] = path
         reader.row(f"{key}.nvme_path", path, f"offload.path={path}")
     if block.get("ratio") is not None:
+        ratio = float(reader.number(f"{key}.ratio", block["ratio"]))
         if what == "optimizer":
-            found["ratio"] = float(reader.number(f"{key}.ratio", block["ratio"]))
-        reader.row(f"{key}.ratio", block["ratio"], f"offload.ratio={block['ratio']}")
+            found["ratio"] = ratio
+        note = f"offload.ratio={ratio}" if what == "optimizer" else "all parameters are offloaded"
+        reader.row(f"{key}.ratio", block["ratio"], note, "kept" if what == "optimizer" or ratio == 1 else "differs")
     if block.get("buffer_count") is not None:
         count = max(3, reader.count(f"{key}.buffer_count", block["buffer_count"]))
         if what == "optimizer":

@@ -82,10 +82,8 @@ ZERO_RULES = {
         (0, 1),
         type="number",
     ),
-    "zero_quantized_gradients": _flag("refused", "quantised exchange does not exist yet; set it to false"),
     "zero_quantized_nontrainable_weights": _flag("refused", "quantised weights do not exist yet; set it to false"),
-    "zero_quantized_weights": _flag("refused", "quantised exchange does not exist yet; set it to false"),
-    "zeropp_loco_param": Rule("refused", "quantised exchange does not exist yet; remove it", ({},)),
+    "zeropp_loco_param": Rule("refused", "errors of quantised gradients are not fed back here; remove it", ({},)),
 }
 ZERO_TRANSLATED = (
     "cpu_offload",
@@ -98,6 +96,8 @@ ZERO_TRANSLATED = (
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
     "use_multi_rank_bucket_allreduce",
+    "zero_quantized_gradients",
+    "zero_quantized_weights",
 )
 
 TOP_RULES = {

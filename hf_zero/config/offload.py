@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -44,8 +45,13 @@ class Offload:
         set_(self, "slots", values.count("offload.slots", self.slots, minimum=3, unit="slots"))
         if self.ratio > 1:
             values.fail("offload.ratio", self.ratio, "is above 1, which is all")
-        if self.path is not None and (not isinstance(self.path, str) or not self.path):
+        if isinstance(self.path, os.PathLike):
+            set_(self, "path", os.fspath(self.path))
+        if self.path is not None and (not isinstance(self.path, str) or not self.path.strip() or "\0" in self.path):
             values.fail("offload.path", self.path, "is not a folder; name one on a disk")
+        is_default = all(getattr(self, field.name) == field.default for field in dataclasses.fields(self))
+        if not self.is_anything and not is_default:
+            values.fail("offload.optimizer", "none", "offloads nothing, though other keys say how; use host or disk")
         if "disk" in (self.optimizer, self.parameters) and self.path is None:
             values.fail(
                 "offload.path", self.path, "is missing; name a folder on a fast disk for what is offloaded to it"

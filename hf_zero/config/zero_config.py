@@ -21,6 +21,7 @@ from hf_zero.config.deepspeed_reader import ImportRow
 from hf_zero.config.loss_scale import LossScale
 from hf_zero.config.offload import Offload
 from hf_zero.config.units import UnitGrouping
+from hf_zero.config.wire import Wire
 from hf_zero.errors import ConfigError
 
 __all__ = [
@@ -105,6 +106,7 @@ class ZeroConfig:
         expected_world_size: ranks that the run must have; None: any number.
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
         offload: what lives in host memory or on a disk between its uses; also accepts its YAML form.
+        wire: formats in which parameters and gradients travel, if not as they are; also accepts its YAML form.
 
     Raises:
         ConfigError: a value is wrong, or two values contradict each other.
@@ -131,6 +133,7 @@ class ZeroConfig:
     expected_world_size: int | None = None
     async_save: bool = False
     offload: Offload = Offload()
+    wire: Wire = Wire()
 
     def __post_init__(self) -> None:
         for key, check in _CHECKS.items():
@@ -155,6 +158,17 @@ class ZeroConfig:
             )
 
         self._check_offload()
+        if not self.wire.is_exact:
+            self._check_wire()
+
+    def _check_wire(self) -> None:
+        given = self.wire.to_value()
+        if not self.policy.shards_optimizer:
+            values.fail("wire", given, "has no effect in stage 0, where no rows travel; use stage 1, 2 or 3")
+        if self.collectives == "host":
+            values.fail("wire", given, "has no effect with collectives: host, where ranks share memory; use pairwise")
+        if self.wire.reduce != "float32" and self.reduce_scatter is not True:
+            values.fail("reduce_scatter", self.reduce_scatter, "cannot be had with wire.reduce; use true")
 
     def _check_offload(self) -> None:
         offload = self.offload
@@ -228,7 +242,7 @@ class ZeroConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values that YAML and JSON can hold; `from_dict` gives the same config back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        forms = {key: getattr(self, key).to_value() for key in ("units", "loss_scale", "offload")}
+        forms = {key: getattr(self, key).to_value() for key in ("units", "loss_scale", "offload", "wire")}
         return values | forms | {"keep_fp32": list(self.keep_fp32)}
 
     def replace(self, **changes: Any) -> ZeroConfig:
@@ -325,6 +339,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
     "offload": lambda key, value: Offload.from_value(value),
+    "wire": lambda key, value: Wire.from_value(value),
 }
 
 _NAMES_FROM_DEEPSPEED = {

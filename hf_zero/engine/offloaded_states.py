@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from hf_zero.config.offload import Offload
 from hf_zero.engine.optimizer_kinds import states_of_step
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.world import World
-from hf_zero.errors import OffloadError
+from hf_zero.errors import OffloadError, UsageError
 from hf_zero.offload.scratch import Place, make_places
 
 _MASTER = ""  # among the names of states: a parameter's own rows
@@ -71,15 +71,25 @@ class OffloadedStates:
         ]
         with world.together("making room for offloaded states", OffloadError):
             assert self.offload.path is not None
-            shapes = [(tuple(torch_compat.local_of(param).shape), dtype) for param, _, dtype in rooms]
-            places = make_places(self.offload.path, shapes)
+            self._check_contiguous(param for param, _, _ in rooms)
+            # Masters are written through their mapping, states past it: no page may hold some of both.
+            masters = [room for room in rooms if room[1] == _MASTER]
+            states = [room for room in rooms if room[1] != _MASTER]
+            places = [make_places(self.offload.path, map(_form, each)) if each else [] for each in (masters, states)]
         for key in is_new:
             self._places[key], self._kept[key] = {}, wanted[key][1]
-        for (param, name, _), place in zip(rooms, places, strict=True):
-            if name == _MASTER:
-                self._record(param).move_to(place)
-            else:
-                self._places[id(param)][name] = place
+        for (param, _, _), place in zip(masters, places[0], strict=True):
+            self._record(param).move_to(place)
+        for (param, name, _), place in zip(states, places[1], strict=True):
+            self._places[id(param)][name] = place
+
+    def _check_contiguous(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if not torch_compat.local_of(param).is_contiguous():
+                raise UsageError(
+                    f"{self._record(param).name!r} is not contiguous, so it cannot be stepped on in pieces: make it contiguous "
+                    "(torch.contiguous_format), or use offload.optimizer: none"
+                )
 
     def _first_states(
         self,
@@ -127,7 +137,7 @@ class OffloadedStates:
             param = self._kept[key]
             state = optimizer.state.get(param, {})
             for name, place in places.items():
-                if name in state and not _lies_at(state[name], place):
+                if isinstance(state.get(name), Tensor) and not _lies_at(state[name], place):
                     place.tensor.copy_(torch_compat.local_of(state[name]))
                     state[name] = shown_as(place.tensor, param)
             for place in places.values():
@@ -141,3 +151,7 @@ def _lies_at(value: Tensor, place: Place) -> bool:
 def shown_as(rows: Tensor, param: Tensor) -> Tensor:
     """Rows of a state in the form in which an optimizer keeps them: cut as its parameter is."""
     return torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
+
+
+def _form(room: tuple[Tensor, str, torch.dtype]) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(torch_compat.local_of(room[0]).shape), room[2]

@@ -81,6 +81,16 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is of a class that is known to compute each element for itself, and not of one derived from it."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" in _ELEMENTWISE
+
+
+def trial_of(optimizer: Any, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
+    """A copy of an optimizer that holds other parameters, in one group with the options of `group`."""
+    return _trial(optimizer, group, params, {})
+
+
 def _computes(kind: type) -> bool:
     """Whether a class has methods of its own that a step may run; torch gives every class its wrapped `step`."""
     for name, value in vars(kind).items():

@@ -19,11 +19,12 @@ from hf_zero.engine.offloaded_states import OffloadedStates
 from hf_zero.engine.optimizer_kinds import is_elementwise, refuse_across_parameters, wrapped_optimizers
 from hf_zero.engine.owners import Owners
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.piecewise import refuse_in_pieces
 from hf_zero.engine.stand_in import STEPPING
 from hf_zero.engine.stepping import Step, Stepping
 from hf_zero.engine.streaming import Evaluated, StreamedStep, Streamer
 from hf_zero.engine.world import World
-from hf_zero.errors import PartitionError, UsageError
+from hf_zero.errors import OffloadError, PartitionError, UsageError
 from hf_zero.offload.scratch import Place
 
 logger = logging.getLogger(__name__)
@@ -140,13 +141,19 @@ def _before_streamed_step(
 ) -> Any:
     """Run a step's chunks but the last: closures first, since every chunk is a part of one step with one loss."""
     worlds = _worlds_of(optimizer)
-    streamer.states.make_room(optimizer, next(iter(worlds.values())))
+    world = next(iter(worlds.values()))
+    closures = [each for each in (*args, *kwargs.values()) if callable(each)]
+    if not streamer.is_tried:
+        refuse_in_pieces(optimizer, bool(closures))
+        streamer.is_tried = True
+    streamer.states.make_room(optimizer, world)
     streamer.states.adopt(optimizer)
     given = [Evaluated(arg) if callable(arg) else arg for arg in args]
     named = {key: Evaluated(value) if callable(value) else value for key, value in kwargs.items()}
     before_change()
     params = [param for param in _params_of(optimizer) if id(param) in worlds]
-    step = StreamedStep(optimizer, streamer, params, tuple(given), named)
+    with world.together("a step from the disk", OffloadError):
+        step = StreamedStep(optimizer, streamer, params, tuple(given), named)
     stepping.under_way = step
     return (step.stand_in, *given), named
 
@@ -178,10 +185,17 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping | None:
     if not worlds:
         return None
     stepping = vars(optimizer).get(_STEPPING)
+    offload: Offload = _agreed(optimizer, worlds, "offload")
+    if isinstance(stepping, Stepping):
+        streamer = stepping.streamer
+        if isinstance(stepping.under_way, StreamedStep):
+            stepping.under_way.wait_for_all()  # it has raised
+            stepping.under_way = None
+        if (offload.optimizer == "disk") != (streamer is not None) or (streamer and streamer.states.offload != offload):
+            stepping = None  # the model has been partitioned anew
     if not isinstance(stepping, Stepping):
         refuse_across_parameters(optimizer)
         wanted = _agreed(optimizer, worlds, "optimizer_on")
-        offload: Offload = _agreed(optimizer, worlds, "offload")
         on_rows = wanted == "rows" or (wanted != "whole" and is_elementwise(optimizer))
         streamer = None
         if offload.optimizer == "disk":
@@ -223,7 +237,7 @@ def _agreed(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World], key: 
 
 
 def _refuse_streaming(optimizer: torch.optim.Optimizer, on_rows: bool) -> None:
-    name = type(optimizer).__name__
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not on_rows:
         raise UsageError(
             f"offload.optimizer is disk, but {name} steps on whole parameters, each on one rank (optimizer_on), which cannot "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from hf_zero.comm import wire
 from hf_zero.comm.collectives import Rows, divide
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
@@ -216,7 +217,8 @@ class Reducer:
         collectives, divisor = self.world.collectives, self._divisor if self.world.replicas.num_ranks == 1 else 1
         match self.world.config.reduce_scatter:
             case True:
-                return collectives.reduce_scatter(items, outputs, unit, divisor)
+                sent_as = self.world.config.wire.reduce
+                return wire.reduce_scatter(collectives, items, outputs, unit, divisor, sent_as)
             case False:
                 return collectives.reduce_whole(items, outputs, unit, divisor)
             case "to_owner":

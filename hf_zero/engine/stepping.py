@@ -175,6 +175,8 @@ class Step:
         """Where the step was on rows, only what it has assigned is to be taken over."""
         plain, rows = self._plain[key], torch_compat.local_of(param)
         if plain.data_ptr() != rows.data_ptr():  # to `.data`
+            for copy in self._copies:
+                keep_old_values(copy.stand_in.state, plain, rows)
             rows.copy_(plain.detach())
             plain.data = rows
         grad = self._given_grad.get(key)
@@ -266,6 +268,15 @@ class Step:
             else:
                 kept[key] = value
         return kept
+
+
+def keep_old_values(states: Mapping[Any, Any], plain: Tensor, rows: Tensor) -> None:
+    """Let states that hold a parameter's old memory, in place of which the step has assigned new one, keep its values."""
+    if plain in states:
+        memory, state = rows.untyped_storage().data_ptr(), states[plain]
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel() and value.untyped_storage().data_ptr() == memory:
+                state[name] = value.clone()
 
 
 def minds_all(optimizer: torch.optim.Optimizer) -> bool:

@@ -48,7 +48,9 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         own = p.layout.local_numel(p.rank)
         stays_whole = not policy.shards_parameters or id(p) in shared
         has_copy = bool(engine.units) and stays_whole and (p.is_sharded or _casts(p))
-        shares = p.is_sharded and not _casts(p)  # the rows lie inside the whole copy
+        shares = (
+            p.is_sharded and not _casts(p) and world.config.wire.gather == "float32"
+        )  # the rows lie inside the whole copy
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
         parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
         if p.is_sharded and not stays_whole:
@@ -130,6 +132,8 @@ def summary(engine: ZeroEngine) -> str:
         ("largest unit", _mib(states.largest_unit)),
         ("traffic a step", f"{_mib(states.traffic)} received by a rank (one micro-batch)"),
     ]
+    if not config.wire.is_exact:
+        rows.append(("wire", f"parameters travel in {config.wire.gather}, gradients in {config.wire.reduce}"))
     if config.offload.is_anything:
         rows.append(("offload", _offloaded(world)))
     return "hf_zero\n" + aligned(rows, between="  ", margin="  ")

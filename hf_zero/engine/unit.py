@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.comm import wire
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
@@ -185,8 +186,11 @@ class Unit:
             self._storage = self._world.collectives.allocate(self.buffer_nbytes, f"unit {self.name!r}")
         else:
             self._storage.resize_(self.buffer_nbytes)
+        is_exact = (
+            self._world.config.wire.gather == "float32"
+        )  # else this rank's own rows are not what it computes with
         for p, offset in zip(self._buffered, self._offsets, strict=True):
-            if p.is_sharded and p.param.dtype == p.compute_dtype:
+            if p.is_sharded and p.param.dtype == p.compute_dtype and is_exact:
                 p.move_into(self._storage, offset)
             else:
                 p.has_master = True
@@ -251,7 +255,8 @@ class Unit:
             _release_rows(chosen)
         items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
         if items:
-            self._pending.append(self._world.collectives.gather(items, self.name))
+            sent_as = self._world.config.wire.gather
+            self._pending.append(wire.gather(self._world.collectives, items, self.name, sent_as))
         self.residency = Residency.GATHERING
 
     @torch.inference_mode(False)

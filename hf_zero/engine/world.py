@@ -95,9 +95,13 @@ class World:
             made.staging_bytes = config.bucket_bytes
             return made
 
-        # Ranks that share parameters have them in memory, so what is to be on a disk is exchanged otherwise.
-        is_on_disk = config.offload.parameters == "disk" and device.type == "cpu"
-        choice = "pairwise" if is_on_disk and config.exchange == "auto" else config.exchange
+        # Ranks that share parameters have them in memory, and send nothing.
+        cannot_share = config.offload.parameters == "disk" or not config.wire.is_exact
+        choice = "pairwise" if cannot_share and config.exchange == "auto" and device.type == "cpu" else config.exchange
+        if not config.wire.is_exact and choice == "host":
+            raise ConfigError(
+                "wire formats make messages smaller, but with HF_ZERO_COLLECTIVES=host ranks share memory"
+            )
         if len(replicas) == 1:
             cut = everyone = meet(choice, replicas[0])
             same_rows: Collectives = AloneCollectives(cut.ranks[cut.rank], device, ledger)

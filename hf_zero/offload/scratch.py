@@ -225,7 +225,12 @@ class Slot:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = aligned(num_bytes)
-        self._memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise OffloadError(
+                f"there is no memory for a slot of {num_bytes:,} bytes (offload.slot_bytes): {error}"
+            ) from error
         self._view = memoryview(self._memory)
         self._storage = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
 

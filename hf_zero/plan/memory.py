@@ -107,7 +107,7 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
             whole = layout.padded_numel * compute.itemsize
             stays_whole = not policy.shards_parameters or shares
             has_copy = stays_whole and (is_cut or compute != rest)
-            lies_inside = has_copy and is_cut and compute == rest
+            lies_inside = has_copy and is_cut and compute == rest and config.wire.gather == "float32"
             at_rest = 0 if lies_inside else own * rest.itemsize
             if _is_on_disk(config, stays_whole, has_copy, param.trains and is_cut):
                 on_disk, at_rest = on_disk + at_rest, 0

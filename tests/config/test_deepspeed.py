@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hf_zero.config import zero_config
 from hf_zero.config.deepspeed_rules import TOP_KEYS
 from hf_zero.config.offload import Offload
+from hf_zero.config.wire import Wire
 from hf_zero.config.zero_config import LossScale, ZeroConfig, load_with_import, read_deepspeed
 from hf_zero.errors import ConfigError
 from tests.config.test_zero_config import MIB, write
@@ -385,9 +386,7 @@ REFUSED = [
     ("torch_autocast", {"enabled": True}, {"enabled": False}),
     ("weight_quantization", {"quantized_initialization": {}}, {}),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
-    ("zero_optimization.zero_quantized_gradients", True, False),
     ("zero_optimization.zero_quantized_nontrainable_weights", True, False),
-    ("zero_optimization.zero_quantized_weights", True, False),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}, {}),
     ("bf16.bf16_master_weights_and_grads", True, False),
     ("bf16.bf16_optimizer_states", True, False),
@@ -464,6 +463,15 @@ def status_of(key: str, value: object) -> str:
     found = {row.status for row in read_deepspeed(nested(key, value)).rows if f"{row.key}.".startswith(f"{key}.")}
     assert len(found) <= 1, "one key, one fate"
     return found.pop() if found else "kept"
+
+
+def test_deepspeed_quantised_exchange_means_ours() -> None:
+    block = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    assert ZeroConfig.from_dict({"zero_optimization": block}).wire == Wire("int8", "int4")
+    assert ZeroConfig.from_dict({"zero_optimization": {**block, "zero_quantized_gradients": False}}).wire == Wire(
+        "int8"
+    )
+    assert ZeroConfig.from_dict({"zero_optimization": {**block, "stage": 2}}).wire.is_exact
 
 
 @pytest.mark.parametrize(
@@ -565,6 +573,11 @@ def test_deepspeed_default_that_is_not_ours_has_a_row() -> None:
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "ssd"}}},
             "offload_optimizer.device': 'ssd': is not a place; use none, cpu or nvme",
         ),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": []}}}, "is not a place"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "ratio": "x"}}},
+            "offload_param.ratio': 'x': is not a number",
+        ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             "offload_param.nvme_path': None: must be one folder",
@@ -584,8 +597,7 @@ def test_deepspeed_default_that_is_not_ours_has_a_row() -> None:
             "super_offload': True: is not supported",
         ),
         ({"zero_optimization": {"stage": 1, "cpu_offload": 1}}, "cpu_offload': 1: is not a boolean"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "quantised exchange does not exist yet"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "quantised exchange does not exist yet"),
+        ({"zero_optimization": {"zero_quantized_weights": 1}}, "zero_quantized_weights': 1: is not a boolean"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "quantised weights do not exist yet"),
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size': 'big': is not a number"),
         ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "reduce_bucket_size': 1.5: is not a whole number"),

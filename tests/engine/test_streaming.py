@@ -224,6 +224,155 @@ def test_a_step_in_pieces_reads_and_writes_the_disk() -> None:
     assert not mapped.untyped_storage().resizable()  # memory of a file
 
 
+# ---- what users' optimizers keep ---------------------------------------------------------------------------------------
+
+
+class Kept(torch.optim.Optimizer):
+    """Elementwise, of a user: what it keeps beside rows is chosen by a word."""
+
+    def __init__(self, params: Any, kept: str) -> None:
+        super().__init__(params, {"tensor": torch.zeros(()), "list": []})
+        self.kept, self.counts, self.total = kept, {"steps": 0}, torch.zeros(2)
+        self.cached: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.counts["steps"] += 1
+        self.total += 1
+        draw = torch.rand(()) if self.kept == "draws" else torch.tensor(0.5)
+        for group in self.param_groups:
+            group["tensor"].add_(1)
+            group["list"].append(len(group["list"]))
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.move(param, group, draw)
+        return loss
+
+    def move(self, param: Tensor, group: dict[str, Any], draw: Tensor) -> None:
+        state = self.state[param]
+        state["mean"] = state.get("mean", torch.zeros_like(param)) * 0.9 + param.grad
+        state["nested"] = {"count": state.get("nested", {"count": 0})["count"] + 1}
+        if self.kept == "the gradient":
+            state["before"], param.grad = param.grad, torch.zeros_like(param)
+        if self.kept == "old values":
+            old = state.get("old", torch.zeros_like(param))
+            state["old"] = param.data
+            param.data = param.data * 1.1 - 0.1 * old
+        if self.kept == "several":
+            state["history"] = [*state.get("history", []), state["mean"].clone()]
+        if self.kept == "nothing at times":
+            state["mean"] = state["mean"] if self.counts["steps"] % 2 else None
+            state["mean"] = torch.zeros_like(param) if state["mean"] is None else state["mean"]
+            state["flag"] = None
+        if self.kept == "parameters":
+            self.cached = self.cached or [param]
+            param.sub_(0.01 * self.cached[0].flatten()[0])
+        if self.kept == "another dtype" and self.counts["steps"] > 1:
+            state["mean"] = state["mean"].double()
+        if self.kept == "under a name":
+            self.state["all"] = {"count": 1}  # type: ignore[index]
+        factor = self.counts["steps"] + float(self.total[0]) + float(group["tensor"]) + len(group["list"])
+        param.sub_((0.001 * factor * draw * state["mean"]).to(param.dtype))
+
+
+def _kept(kept: str) -> Make:
+    return lambda params: zero.mark_elementwise(Kept)(params, kept)
+
+
+@on_ranks(2)
+def test_what_a_step_counts_and_keeps_is_what_it_is_in_memory() -> None:
+    for kept in ("counts", "the gradient", "old values", "nothing at times"):
+        in_memory = _trained({"stage": 2}, _kept(kept))
+        _assert_same(_trained({"stage": 2, "offload": DISK}, _kept(kept)), in_memory)
+
+    def objects(step: int, model: nn.Module, optimizer: Any) -> None:
+        assert (optimizer.counts["steps"], float(optimizer.total[0])) == (step + 1, step + 1)
+        assert optimizer.param_groups[0]["list"] == list(range(step + 1))
+        assert optimizer.seen[0] is optimizer.counts and optimizer.seen[1] is optimizer.param_groups[0]["tensor"]
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        optimizer: Any = _kept("counts")(params)
+        optimizer.seen = (optimizer.counts, optimizer.param_groups[0]["tensor"])
+        return optimizer  # type: ignore[no-any-return]
+
+    _trained({"stage": 3, "offload": ALL_ON_DISK}, make, change=objects)
+
+
+@on_ranks(2)
+def test_what_cannot_be_kept_in_pieces_is_named() -> None:
+    for kept, error in (
+        ("draws", "comes to other values in pieces"),
+        ("parameters", "comes to other values in pieces"),
+        ("several", "keeps several tensors in one state"),
+        ("under a name", "keeps a state under 'all', which is no parameter"),
+        ("another dtype", "'mean' torch.float64 .* where it was torch.float32|comes to other|cannot be tried"),
+    ):
+        with pytest.raises((zero.UsageError, zero.OffloadError), match=error):
+            _trained({"stage": 2, "offload": DISK}, _kept(kept))
+
+
+@on_ranks(2)
+def test_parameters_beside_the_model_step_once() -> None:
+    def make(extra: nn.Parameter) -> Make:
+        def made(params: Iterable[Any]) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW([*params, extra], lr=1e-2)
+            optimizer.register_step_pre_hook(lambda *_: setattr(extra, "grad", torch.ones(3)))
+            return optimizer
+
+        return made
+
+    found = []
+    for offload in ("none", DISK):
+        extra = nn.Parameter(torch.ones(3))
+        values = _trained({"stage": 2, "offload": offload}, make(extra))
+        found.append([*values, extra.detach().clone()])
+    assert not torch.equal(found[0][-1], torch.ones(3))
+    _assert_same(*found)
+
+
+@on_ranks(2)
+def test_a_model_partitioned_anew_offloads_as_its_new_configuration_says() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    engine = zero.shard_model(model, {"stage": 2, "collectives": "pairwise"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for offload, is_streamed in (("none", False), (DISK, True), ("none", False)):
+        engine.close()
+        engine = zero.shard_model(model, {"stage": 2, "collectives": "pairwise", "offload": offload})
+        model(_batch(0)).backward()
+        optimizer.step()
+        assert (vars(optimizer)["_zero_stepping"].streamer is not None) == is_streamed
+
+
+class Raises(torch.optim.SGD):
+    """Breaks off in the second step."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if float(self.param_groups[0]["lr"]) > 1:
+            raise ValueError("broken off")
+        return result
+
+
+@on_ranks(2)
+def test_a_step_that_broke_off_leaves_nothing_under_way() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    zero.shard_model(model, {"stage": 2, "collectives": "pairwise", "offload": DISK})
+    optimizer = zero.mark_elementwise(Raises)(model.parameters(), lr=0.1, momentum=0.9)
+    model(_batch(0)).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 2.0
+    with pytest.raises((ValueError, zero.OffloadError), match="broken off"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert all(bool(torch.isfinite(_whole(param)).all()) for param in model.parameters())
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +393,7 @@ def test_what_cannot_be_streamed_is_named() -> None:
             closure()
             return super().step(closure)
 
-    with pytest.raises(zero.UsageError, match="evaluates its closure more than once a step"):
+    with pytest.raises(zero.OffloadError, match="evaluates its closure more than once a step"):
         step_with(lambda params: zero.mark_elementwise(Twice)(params), closure=lambda: 1.0)
 
     class Late(torch.optim.SGD):
@@ -254,14 +403,37 @@ def test_what_cannot_be_streamed_is_named() -> None:
                 names = ["first", "late"] if param.numel() > 64 else ["first"]
                 self.state[param].update({name: torch.zeros_like(param) for name in names})
 
-    with pytest.raises(zero.UsageError, match="has made the state 'late' in a later step than its first"):
+    with pytest.raises(zero.OffloadError, match="has made the state 'late' in a later step than its first"):
         step_with(lambda params: zero.mark_elementwise(Late)(params))
+
+    class Ahead(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                param.data.add_(0.1)
+            with torch.enable_grad():
+                loss = closure()
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad * 0.1)
+            return loss
+
+    with pytest.raises(zero.UsageError, match="runs its closure where they have moved"):
+        step_with(lambda params: zero.mark_elementwise(Ahead)(params, lr=0.1), closure=lambda: 1.0)
+
+    class Many(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                self.state[param].update({f"m{i}": torch.zeros_like(param) for i in range(17)})
+
+    with pytest.raises(zero.OffloadError, match="262,144, which holds no 4,096 elements of the 17 states"):
+        step_with(lambda params: zero.mark_elementwise(Many)(params))
 
     class Fails(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             raise ValueError("too small")
 
-    with pytest.raises(zero.UsageError, match=r"cannot be tried on a tiny parameter.*ValueError: too small"):
+    with pytest.raises(zero.UsageError, match=r"cannot be tried in pieces on tiny parameters.*ValueError: too small"):
         step_with(lambda params: zero.mark_elementwise(Fails)(params))
 
 
@@ -302,6 +474,8 @@ def test_a_full_disk_is_an_error_on_all_ranks_before_anything_changes() -> None:
         ({"offload": {"optimiser": "disk"}}, "'optimiser' is not one of its keys"),
         ({"offload": "disk"}, "use none, or {optimizer: disk, path: /scratch}"),
         ({"offload": {"optimizer": "host", "ratio": 1.5}}, "is above 1"),
+        ({"offload": {"path": "/x"}}, "offloads nothing, though other keys say how"),
+        ({"offload": {"optimizer": "disk", "path": " "}}, "is not a folder"),
         ({"offload": {"optimizer": "host", "slots": 2}}, "at least 3"),
         ({"offload": {"optimizer": "host", "slot_bytes": 10}}, "at least 262144"),
         ({"offload": ALL_ON_DISK, "collectives": "host"}, "keeps parameters in memory"),
@@ -320,6 +494,13 @@ def test_a_config_with_offload_is_written_and_read_back(tmp_path: Path) -> None:
 
 
 def _alone_with_parameters_on_disk() -> None:
+    model = Net()
+    model.unused = nn.Parameter(torch.ones(4, 6).t())  # only a process alone keeps such a parameter as it is
+    zero.shard_model(model, {"stage": 1, "offload": DISK})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(_batch(0)).backward()
+    with pytest.raises(zero.OffloadError, match="'unused' is not contiguous"):
+        optimizer.step()
     with pytest.raises(zero.ConfigError, match="there is one rank, which computes with the parameters where they lie"):
         zero.shard_model(Net(), {"offload": ALL_ON_DISK})
 

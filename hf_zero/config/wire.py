@@ -1,0 +1,59 @@
+"""In which format rows and gradients travel between ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_zero.config import values
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Formats of messages that are smaller than what is computed with: training is then not the same bit for bit.
+
+    Attributes:
+        gather: of rows of parameters: "float32" (as they are), "bfloat16" or "int8".
+        reduce: of gradients: "float32" (as they are), "bfloat16" or "int4".
+
+    Source: ZeRO++ (arXiv:2306.10209).
+    """
+
+    gather: Literal["float32", "bfloat16", "int8"] = "float32"
+    reduce: Literal["float32", "bfloat16", "int4"] = "float32"
+
+    def __post_init__(self) -> None:
+        gather = values.dtype("wire.gather", self.gather, words=("float32", "bfloat16", "int8"))
+        reduce = values.dtype("wire.reduce", self.reduce, words=("float32", "bfloat16", "int4"))
+        object.__setattr__(self, "gather", gather)
+        object.__setattr__(self, "reduce", reduce)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything travels as it is."""
+        return (self.gather, self.reduce) == ("float32", "float32")
+
+    @classmethod
+    def from_value(cls, value: object) -> Wire:
+        """What a YAML form describes: `exact`, or {gather: int8, reduce: bfloat16}.
+
+        Raises:
+            ConfigError: the value is neither.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        if isinstance(value, Wire):
+            return value
+        if value is None or value == "exact":
+            return cls()
+        if not isinstance(value, Mapping):
+            values.fail("wire", value, "is not understood; use exact, or {gather: bfloat16, reduce: bfloat16}")
+        for key in value:
+            if key not in names:
+                values.fail("wire", key, f"is not one of its keys; they are {', '.join(names)}")
+        return cls(**value)
+
+    def to_value(self) -> Any:
+        """The YAML form that `from_value` reads back."""
+        return "exact" if self.is_exact else dataclasses.asdict(self)

@@ -1,0 +1,167 @@
+"""Wire formats: how far values are off, how many bytes travel, and that all ranks compute with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hf_zero as zero
+from hf_zero.comm import wire
+from tests.models import CASES, make_model
+from tests.ranks import on_ranks, run_ranks
+
+_STEPS = {"int8": 254, "int4": 14}
+
+
+@given(
+    numel=st.integers(1, 2000),
+    seed=st.integers(0, 2**16),
+    scale=st.sampled_from([1e-20, 1.0, 1e30]),
+    name=st.sampled_from(["int8", "int4"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_value_is_off_by_half_a_step_of_its_block(numel: int, seed: int, scale: float, name: str) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
+    packed = wire.pack(name, values)
+    assert packed.dtype == torch.uint8 and len(packed) == wire.num_bytes(name, numel)
+    found = torch.empty(numel)
+    wire.unpack(name, packed, found)
+    for block, got in zip(values.split(wire.BLOCK), found.split(wire.BLOCK), strict=True):
+        limit = float(block.abs().max()) / _STEPS[name]
+        assert float((block - got).abs().max()) <= limit * 1.0001
+    again = torch.empty(numel)
+    wire.unpack(name, wire.pack(name, found), again)
+    assert torch.allclose(again, found, rtol=1e-5, atol=0)
+
+
+def test_nothing_is_no_bytes() -> None:
+    for name in ("int8", "int4", "bfloat16"):
+        assert len(wire.pack(name, torch.empty(0))) == wire.num_bytes(name, 0) == 0
+        wire.unpack(name, torch.empty(0, dtype=torch.uint8), torch.empty(0))
+
+
+def test_zeros_are_exact_and_what_is_not_finite_stays_so() -> None:
+    for name in ("int8", "int4", "bfloat16"):
+        values, found = torch.zeros(600), torch.ones(600)
+        wire.unpack(name, wire.pack(name, values), found)
+        assert torch.equal(found, values)
+        for bad in (float("inf"), float("nan")):
+            values[300] = bad
+            wire.unpack(name, wire.pack(name, values), found)
+            assert not bool(torch.isfinite(found[300])) and bool(torch.isfinite(found[:256]).all())
+
+
+def test_bytes_are_those_of_the_formats() -> None:
+    assert wire.num_bytes("int8", 2**20) / 2**22 == pytest.approx(0.254, abs=5e-4)
+    assert wire.num_bytes("int4", 2**20) / 2**22 == pytest.approx(0.129, abs=5e-4)
+    assert wire.num_bytes("bfloat16", 2**20) / 2**22 == 0.5
+
+
+class Net(nn.Module):
+    """Rows that do not divide, fewer rows than ranks, a vector below a block, and integers that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1001, 64)
+        self.body = nn.Linear(64, 333)
+        self.few = nn.Linear(333, 2)
+        self.table = nn.Parameter(torch.arange(1024), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.few(torch.tanh(self.body(self.embed(ids)))).float().pow(2).mean() + 0 * self.table[0]
+
+
+def _seen(stage: int, formats: dict[str, str], exchange: str) -> tuple[list[float], list[torch.Tensor], dict[str, int]]:
+    """Losses, the weights that modules compute with at the end, and the bytes received by kind."""
+    torch.manual_seed(0)
+    model = Net()
+    config = {
+        "stage": stage,
+        "collectives": exchange,
+        "wire": formats,
+        "prefetch_bytes": 0,
+        "reshard_after_forward": True,
+    }
+    engine = zero.shard_model(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights: list[torch.Tensor] = []
+    handles = [
+        m.register_forward_pre_hook(lambda m, *_: weights.append(m.weight.detach().clone())) for m in model.children()
+    ]
+    losses = []
+    for step in range(4):
+        weights.clear()
+        loss = model((torch.arange(12).view(3, 4) * (step + 3) + dist.get_rank()) % 1001)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    for handle in handles:
+        handle.remove()
+    engine.world.ledger.reset()
+    model(torch.zeros(3, 4, dtype=torch.long)).backward()
+    optimizer.step()
+    model(torch.zeros(3, 4, dtype=torch.long))
+    found = {kind: engine.world.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter")}
+    exact = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
+    assert all(bool(torch.isfinite(p.float()).all()) for p in exact)
+    return losses, weights[-3:], found
+
+
+@pytest.mark.parametrize(("num_ranks", "exchange"), [(2, "pairwise"), (3, "pairwise"), (2, "native")])
+def test_training_in_each_format_is_near_and_alike_on_all_ranks(num_ranks: int, exchange: str) -> None:
+    for stage in (1, 2, 3):
+        exact = run_ranks(_seen, num_ranks, stage, {}, exchange)
+        for formats in ({"gather": "bfloat16", "reduce": "bfloat16"}, {"gather": "int8", "reduce": "int4"}):
+            found = run_ranks(_seen, num_ranks, stage, formats, exchange)
+            for (losses, weights, moved), (expected, _, before) in zip(found, exact, strict=True):
+                assert losses != expected
+                assert losses == pytest.approx(expected, rel=0.05)
+                assert all(torch.equal(w, first) for w, first in zip(weights, found[0][1], strict=True))
+                part = 0.5 if formats["gather"] == "bfloat16" else 0.254
+                assert moved["gather"] / before["gather"] == pytest.approx(part, rel=0.15)
+                part = 0.5 if formats["reduce"] == "bfloat16" else 0.129
+                assert moved["reduce_scatter"] / before["reduce_scatter"] == pytest.approx(part, rel=0.15)
+
+
+@on_ranks(2)
+def test_masters_are_exact() -> None:
+    """What is gathered is rounded, and what the optimizer updates is not."""
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        model = make_model(CASES["llama"])
+        batch = CASES["llama"].batch(0, 0)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        zero.shard_model(model, {"stage": stage, "collectives": "pairwise", "wire": {"gather": "int8"}})
+        model(**batch)
+        for name, param in model.named_parameters():
+            assert torch.equal(param.full_tensor(), before[name])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"stage": 0, "wire": {"gather": "int8"}}, "has no effect in stage 0"),
+        ({"collectives": "host", "wire": {"gather": "bf16"}}, "has no effect with collectives: host"),
+        ({"reduce_scatter": False, "wire": {"reduce": "int4"}}, "cannot be had with wire.reduce"),
+        ({"wire": {"gather": "int4"}}, "use float32, bfloat16, int8"),
+        ({"wire": {"reduce": "int8"}}, "use float32, bfloat16, int4"),
+        ({"wire": {"gathers": "int8"}}, "'gathers' is not one of its keys"),
+        ({"wire": "int8"}, "use exact, or"),
+    ],
+)
+def test_bad_values_are_named(config: dict[str, Any], error: str) -> None:
+    with pytest.raises(zero.ConfigError, match=error):
+        zero.ZeroConfig.from_dict(config)
+
+
+def test_a_config_is_written_and_read_back() -> None:
+    config = zero.ZeroConfig.from_dict({"wire": {"gather": "bf16", "reduce": "int4"}})
+    assert config.to_dict()["wire"] == {"gather": "bfloat16", "reduce": "int4"}
+    assert zero.ZeroConfig.from_dict(config.to_dict()) == config
