@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -142,6 +143,73 @@ def test_masters_are_exact() -> None:
         model(**batch)
         for name, param in model.named_parameters():
             assert torch.equal(param.full_tensor(), before[name])  # type: ignore[attr-defined]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x))))).pow(2).mean()
+
+
+def _rounded(model: nn.Module, num_ranks: int) -> nn.Module:
+    """A copy with what bfloat16 leaves of parameters of which a rank has a block."""
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in rounded.parameters():
+            if -(-param.shape[0] // num_ranks) * (param.numel() // param.shape[0]) >= wire.BLOCK:
+                param.copy_(param.bfloat16().float())
+    return rounded
+
+
+def _follow(stage: int, replicate: int) -> None:
+    """Edits, gathered parameters, accumulation and loading beside a plain model that is rounded before each forward."""
+    num_ranks = dist.get_world_size() // replicate
+    torch.manual_seed(0)
+    model = Small()
+    plain: Any = copy.deepcopy(model)
+    config = {"stage": stage, "collectives": "pairwise", "replicate": replicate, "wire": {"gather": "bfloat16"}}
+    zero.shard_model(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 64)
+
+    def check() -> None:
+        with torch.no_grad():
+            assert float(model(x)) == float(_rounded(plain, num_ranks)(x))
+
+    check()
+    with torch.no_grad():
+        model.first.weight.mul_(1.3)
+        plain.first.weight.mul_(1.3)
+    check()
+    with zero.GatheredParameters([model.third.weight], modifier_rank=0):
+        if dist.get_rank() == 0:
+            model.third.weight.data.mul_(0.7)
+    plain.third.weight.data.mul_(0.7)
+    check()
+    for _ in range(2):
+        rounded = _rounded(plain, num_ranks)
+        rounded(x).backward()
+        with model.no_sync():  # type: ignore[operator]
+            model(x).backward()
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param, other in zip(plain.parameters(), rounded.parameters(), strict=True):
+                param.sub_(0.1 * 2 * other.grad)
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(param.full_tensor(), expected, atol=1e-6)  # type: ignore[attr-defined]
+    model.load_state_dict({name: value.clone() for name, value in plain.state_dict().items()})
+    check()
+
+
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(2, 1), (3, 1), (4, 2)])
+def test_modules_compute_with_rounded_weights_and_nothing_else_is_rounded(num_ranks: int, replicate: int) -> None:
+    for stage in (1, 2, 3):
+        run_ranks(_follow, num_ranks, stage, replicate)
 
 
 @pytest.mark.parametrize(
