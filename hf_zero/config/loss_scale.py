@@ -61,10 +61,7 @@ class LossScale:
         if isinstance(value, LossScale):
             return value
         if isinstance(value, Mapping):
-            for key in value:
-                if key not in names:
-                    values.fail("loss_scale", key, f"is not one of its keys; they are {', '.join(names)}")
-            return cls(**value)
+            return cls(**values.block("loss_scale", value, names))
         if value == "dynamic":
             return cls()
         if isinstance(value, (int, float, str)) and not isinstance(value, bool) and value not in names:

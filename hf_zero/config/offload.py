@@ -69,17 +69,13 @@ class Offload:
         Raises:
             ConfigError: the value is neither.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
         if isinstance(value, Offload):
             return value
         if value is None or value == "none":
             return cls()
         if not isinstance(value, Mapping):
             values.fail("offload", value, "is not understood; use none, or {optimizer: disk, path: /scratch}")
-        for key in value:
-            if key not in names:
-                values.fail("offload", key, f"is not one of its keys; they are {', '.join(names)}")
-        return cls(**value)
+        return cls(**values.block("offload", value, (field.name for field in dataclasses.fields(cls))))
 
     def to_value(self) -> Any:
         """The YAML form that `from_value` reads back."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from typing import NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 from hf_zero.errors import ConfigError
 
@@ -101,6 +102,15 @@ def boolean_or_bytes(key: str, value: object) -> bool | int | str:
     if isinstance(value, bool) or value == "auto":
         return value
     return num_bytes(key, value, minimum=1)
+
+
+def block(key: str, value: Mapping[Any, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """A block of keys that are all among `names`."""
+    known = list(names)
+    for name in value:
+        if name not in known:
+            fail(key, name, f"is not one of its keys; they are {', '.join(known)}")
+    return value
 
 
 def word(key: str, value: object, *, words: tuple[str, ...]) -> str:

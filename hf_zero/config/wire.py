@@ -42,17 +42,13 @@ class Wire:
         Raises:
             ConfigError: the value is neither.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
         if isinstance(value, Wire):
             return value
         if value is None or value == "exact":
             return cls()
         if not isinstance(value, Mapping):
             values.fail("wire", value, "is not understood; use exact, or {gather: bfloat16, reduce: bfloat16}")
-        for key in value:
-            if key not in names:
-                values.fail("wire", key, f"is not one of its keys; they are {', '.join(names)}")
-        return cls(**value)
+        return cls(**values.block("wire", value, (field.name for field in dataclasses.fields(cls))))
 
     def to_value(self) -> Any:
         """The YAML form that `from_value` reads back."""

@@ -41,7 +41,7 @@ Files, from the ground up: `precision` and `world` (what all share), `param_hook
 `unit`, `grouping`, `schedule`, `reading`, `saved`, `call` (one call and what it holds), `gathering` (which units are
 whole), `reduction`, `accumulation` (gradients until they are reduced), `backward` (one backward), `hooks`,
 `state_dict`, `engine` (wires them; the events of a forward). Around it: `optimizers` (with `optimizer_kinds`, `owners`,
-`stepping`; `streaming` and `offloaded_states` for what is on a disk), `loss_scaling` (float16), `float32_modules` (what
-computes in float32 all the same), `gathered_parameters` (whole weights on demand), `forward_method` (methods other than
-`forward`), `summary` (what is printed at the start).
+`stepping`; `streaming`, `piecewise`, `offloaded_states` and `offloaded_parameters` for what is on a disk), `loss_scaling`
+(float16), `float32_modules` (what computes in float32 all the same), `gathered_parameters` (whole weights on demand),
+`forward_method` (methods other than `forward`), `summary` (what is printed at the start).
 """

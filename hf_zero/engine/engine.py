@@ -20,6 +20,7 @@ from hf_zero.engine.float32_modules import compute_in_float32, kept_parameters
 from hf_zero.engine.gathering import Gathering
 from hf_zero.engine.grouping import Found, find_parameters, group
 from hf_zero.engine.hooks import EntryHooks, Hook
+from hf_zero.engine.offloaded_parameters import offload_parameters
 from hf_zero.engine.parameter import ZeroParameter, at_rest_id
 from hf_zero.engine.partitioned_tensor import forget_owner, set_owner
 from hf_zero.engine.quantised import as_shown, is_quantised
@@ -34,8 +35,7 @@ from hf_zero.engine.reading import (
 from hf_zero.engine.state_dict import CutStateDict
 from hf_zero.engine.unit import GatheredMemory, Unit
 from hf_zero.engine.world import World
-from hf_zero.errors import OffloadError, PartitionError, UsageError
-from hf_zero.offload.scratch import make_places
+from hf_zero.errors import PartitionError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ZeroEngine:
             kept = kept_parameters(model, world.config)
             self.parameters = [self._known(found, found.param in kept) for found in find_parameters(model)]
             self._by_param = {id(p.param): p for p in self.parameters}
-            self._offload_parameters()
+            offload_parameters(self.parameters, world)
             self.gathering = Gathering(world, self.parameters)
             make_backward = PlainBackward if self._is_plain() else Backward
             self.backward = make_backward(world, self.parameters, self.gathering)
@@ -103,19 +103,6 @@ class ZeroEngine:
             averages=world.config.gradient_reduction == "mean",
             aliases=found.names[1:],
         )
-
-    def _offload_parameters(self) -> None:
-        """Move rows at rest to the disk, if the configuration says so."""
-        offload = self.world.config.offload
-        if offload.parameters != "disk":
-            return
-        with self.world.together("offloading parameters", OffloadError):
-            moved = [p for p in self.parameters if p.is_sharded and p.on_disk is None and not is_quantised(p.param)]
-            if moved:
-                assert offload.path is not None
-                places = make_places(offload.path, [(p.local_shape, p.param.dtype) for p in moved])
-                for p, place in zip(moved, places, strict=True):
-                    p.move_to(place)
 
     def _is_plain(self) -> bool:
         """Whether the modules can compute with the parameters as they are at rest."""

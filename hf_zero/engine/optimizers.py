@@ -19,10 +19,10 @@ from hf_zero.engine.offloaded_states import OffloadedStates
 from hf_zero.engine.optimizer_kinds import is_elementwise, refuse_across_parameters, wrapped_optimizers
 from hf_zero.engine.owners import Owners
 from hf_zero.engine.parameter import ZeroParameter
-from hf_zero.engine.piecewise import refuse_in_pieces
+from hf_zero.engine.piecewise import Evaluated, refuse_in_pieces
 from hf_zero.engine.stand_in import STEPPING
 from hf_zero.engine.stepping import Step, Stepping
-from hf_zero.engine.streaming import Evaluated, StreamedStep, Streamer
+from hf_zero.engine.streaming import StreamedStep, Streamer
 from hf_zero.engine.world import World
 from hf_zero.errors import OffloadError, PartitionError, UsageError
 from hf_zero.offload.scratch import Place

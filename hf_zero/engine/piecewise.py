@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.optimizer_kinds import is_known, step_of, trial_of
-from hf_zero.errors import UsageError
+from hf_zero.errors import OffloadError, UsageError
 
 _STEPS = 4
 _SIDE = 8
@@ -58,6 +59,33 @@ def written_back(original: Any, changed: Any) -> Any:
         original.extend(changed)
         return original
     return changed
+
+
+class Evaluated:
+    """The closure of a step in pieces: evaluated once, before the first, and answered from then on.
+
+    Args:
+        evaluate: the user's closure.
+    """
+
+    def __init__(self, evaluate: Callable[[], Any]) -> None:
+        with torch.enable_grad():
+            self._result = evaluate()
+        self._is_answered = False
+
+    def begin_chunk(self) -> None:
+        """Another piece of the step begins, which may ask once."""
+        self._is_answered = False
+
+    def __call__(self) -> Any:
+        """What the closure has returned."""
+        if self._is_answered:
+            raise OffloadError(
+                "an optimizer evaluates its closure more than once a step, between which parameters change: such a step cannot "
+                "be streamed from a disk; use offload.optimizer: none"
+            )
+        self._is_answered = True
+        return self._result
 
 
 def refuse_in_pieces(optimizer: torch.optim.Optimizer, has_closure: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.offloaded_states import OffloadedStates, shown_as
 from hf_zero.engine.optimizer_kinds import step_of
-from hf_zero.engine.piecewise import is_plain_data, own_copy, written_back
+from hf_zero.engine.piecewise import Evaluated, is_plain_data, own_copy, written_back
 from hf_zero.engine.stand_in import STEPPING, StandIn
 from hf_zero.engine.stepping import gradient_of, keep_old_values, minds_all
 from hf_zero.errors import OffloadError
@@ -86,33 +86,6 @@ class Streamer:
         """The threads, made at the first step."""
         self._transfers = self._transfers or Transfers()
         return self._transfers
-
-
-class Evaluated:
-    """The closure of a step in pieces: evaluated once, before the first, and answered from then on.
-
-    Args:
-        evaluate: the user's closure.
-    """
-
-    def __init__(self, evaluate: Callable[[], Any]) -> None:
-        with torch.enable_grad():
-            self._result = evaluate()
-        self._is_answered = False
-
-    def begin_chunk(self) -> None:
-        """Another piece of the step begins, which may ask once."""
-        self._is_answered = False
-
-    def __call__(self) -> Any:
-        """What the closure has returned."""
-        if self._is_answered:
-            raise OffloadError(
-                "an optimizer evaluates its closure more than once a step, between which parameters change: such a step cannot "
-                "be streamed from a disk; use offload.optimizer: none"
-            )
-        self._is_answered = True
-        return self._result
 
 
 class StreamedStep:

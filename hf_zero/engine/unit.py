@@ -186,9 +186,8 @@ class Unit:
             self._storage = self._world.collectives.allocate(self.buffer_nbytes, f"unit {self.name!r}")
         else:
             self._storage.resize_(self.buffer_nbytes)
-        is_exact = (
-            self._world.config.wire.gather == "float32"
-        )  # else this rank's own rows are not what it computes with
+        # In another format, this rank's own rows are not what it computes with.
+        is_exact = self._world.config.wire.gather == "float32"
         for p, offset in zip(self._buffered, self._offsets, strict=True):
             if p.is_sharded and p.param.dtype == p.compute_dtype and is_exact:
                 p.move_into(self._storage, offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import zlib
 from collections.abc import Collection, Mapping
@@ -19,6 +18,7 @@ from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.float32_modules import find_modules
 from hf_zero.engine.grouping import Found, find_parameters, find_quantised, named_blocks
 from hf_zero.engine.hooks import Hook
+from hf_zero.engine.offloaded_parameters import check_offload
 from hf_zero.engine.optimizers import hear_of_steps
 from hf_zero.engine.parameter import cut, put, wrap
 from hf_zero.engine.quantised import can_be_cut, is_of_own_class, is_quantised, remember_class
@@ -26,8 +26,6 @@ from hf_zero.engine.state_dict import CutStateDict
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.sharding import model_methods
-
-logger = logging.getLogger(__name__)
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
 
@@ -229,28 +227,6 @@ def check_model(model: nn.Module) -> None:
             raise PartitionError(
                 f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
             )
-
-
-def check_offload(world: World) -> None:
-    """Raise for what these ranks cannot offload, and say what needs no offloading.
-
-    Raises:
-        ConfigError: on all ranks.
-    """
-    offload = world.config.offload
-    if offload.is_anything and world.device.type != "cpu":
-        raise ConfigError(f"offload: works on CPU ranks only until now, but this model is on {world.device}: use none")
-    if offload.parameters == "disk" and not world.partitions:
-        raise ConfigError(
-            "offload.parameters is disk, but there is one rank, which computes with the parameters where they lie: use none, "
-            "or more ranks"
-        )
-    if offload.parameters == "disk" and world.collectives.name == "host":
-        raise ConfigError(
-            "offload.parameters is disk, but ranks share parameters in memory (HF_ZERO_COLLECTIVES=host): use pairwise"
-        )
-    if "host" in (offload.optimizer, offload.parameters):
-        logger.info("offload to host: these ranks compute on the CPU, so what is to be in host memory is there already")
 
 
 def _check_quantised(model: nn.Module, world: World) -> None:

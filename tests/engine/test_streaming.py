@@ -284,6 +284,7 @@ def _kept(kept: str) -> Make:
 def test_what_a_step_counts_and_keeps_is_what_it_is_in_memory() -> None:
     for kept in ("counts", "the gradient", "old values", "nothing at times"):
         in_memory = _trained({"stage": 2}, _kept(kept))
+        _assert_same(in_memory, _trained({"stage": 0}, _kept(kept)))  # plain parameters, and the optimizer itself
         _assert_same(_trained({"stage": 2, "offload": DISK}, _kept(kept)), in_memory)
 
     def objects(step: int, model: nn.Module, optimizer: Any) -> None:
