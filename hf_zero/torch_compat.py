@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -18,6 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hf_zero.layout import RowLayout, row_major
+
+_LEAVING_S = 0.1
 
 # torch 2.13 renamed both, and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -141,6 +145,17 @@ def forget_old_groups(default_group: object) -> None:
     if _cached_for is None or _cached_for() is not default_group:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         _cached_for = None if default_group is None else weakref.ref(default_group)
+
+
+@functools.cache
+def leave_after_gloo() -> None:
+    """Let this process end a moment after its last collective: gloo's threads have then let go of its tensors.
+
+    A thread of gloo that drops a tensor of Python while the interpreter is taken down ends the process by SIGABRT
+    ("terminate called without an active exception", https://github.com/pytorch/pytorch/issues/190489): so a run that trained
+    well fails at its very end. Destroying the groups would not join these threads, since torch's caches keep the groups.
+    """
+    atexit.register(time.sleep, _LEAVING_S)
 
 
 def new_group_among(

@@ -56,6 +56,7 @@ class Axis:
         Raises:
             UsageError: this process is not one of them.
         """
+        torch_compat.leave_after_gloo()
         chosen = tuple(sorted(ranks))
         # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer.
         timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))

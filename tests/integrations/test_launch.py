@@ -36,6 +36,13 @@ if args.process_index == 0:
     print("found", json.dumps([args.world_size, kind, losses]))
 """
 
+# The main thread gives way to no other of Python, as when it runs C code, while one of gloo lets go of a tensor.
+ENDING = """
+import sys
+sys.setswitchinterval(100)
+torch.distributed.all_reduce(torch.ones(4))
+"""
+
 ACCELERATE = """
 import json, torch
 from accelerate import Accelerator
@@ -75,7 +82,8 @@ def test_unchanged_scripts_train_under_the_launcher_as_under_ddp(name: str, tmp_
     (tmp_path / "script.py").write_text({"trainer": TRAINER, "accelerate": ACCELERATE}[name])
     (tmp_path / "zero.yaml").write_text("stage: 3\n")
     launcher = [sys.executable, "-m", "hf_zero.cli", "launch", "--num_processes", "2", "--zero", "zero.yaml"]
-    ours = _found(_run(*launcher, "script.py", "out", cwd=tmp_path))
+    (tmp_path / "ours.py").write_text((tmp_path / "script.py").read_text() + ENDING)
+    ours = _found(_run(*launcher, "ours.py", "out", cwd=tmp_path))
     plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     theirs = _found(_run(*plain, "script.py", "out", cwd=tmp_path))
     assert ours[:2] == [2, "PartitionedTensor"] and theirs[:2] == [2, "Parameter"]
