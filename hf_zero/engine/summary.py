@@ -1,9 +1,16 @@
-"""The start-up summary: what is partitioned, what a rank holds, what will move."""
+"""The summaries: what is partitioned, what a rank holds and what will move; after a training, what was so."""
 
 from __future__ import annotations
 
+import resource
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from hf_zero import torch_compat
 from hf_zero.engine.call import reads_in_backward
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameter import ZeroParameter
@@ -137,6 +144,92 @@ def summary(engine: ZeroEngine) -> str:
     if config.offload.is_anything:
         rows.append(("offload", _offloaded(world)))
     return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an engine had received, and for how long it had waited, when a training began.
+
+    Attributes:
+        step: optimizer steps before it.
+        num_bytes: received by this rank.
+        seconds: waited for.
+    """
+
+    step: int
+    num_bytes: int
+    seconds: float
+
+    @classmethod
+    def of(cls, engine: ZeroEngine, step: int) -> Start:
+        """That of a training which begins now, after `step` steps."""
+        so_far = engine.world.ledger.total()
+        return cls(step, so_far.bytes, so_far.seconds)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this rank held and received in a training.
+
+    Attributes:
+        num_steps: of the optimizer.
+        optimizer: bytes of its states.
+        traffic: bytes received a step: micro-batches, evaluation and saves included.
+        seconds: waited for peers, a step.
+        peak: most bytes at a time, of the device; on the CPU of the process, with all its programs.
+    """
+
+    num_steps: int
+    optimizer: int
+    traffic: int
+    seconds: float
+    peak: int
+
+    @classmethod
+    def since(cls, start: Start, engine: ZeroEngine, state: Mapping[Any, Mapping[str, Any]], step: int) -> Measured:
+        """Since `start`, with the optimizer's `state` by parameter, after `step` steps in all."""
+        device, so_far = engine.world.device, engine.world.ledger.total()
+        num_steps = max(step - start.step, 1)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_of_process()
+        traffic = (so_far.bytes - start.num_bytes) // num_steps
+        return cls(num_steps, _held(state), traffic, (so_far.seconds - start.seconds) / num_steps, peak)
+
+
+def summary_after(engine: ZeroEngine, measured: Measured) -> str:
+    """What was measured in a training, beside what its start promised."""
+    states = model_states(engine)
+    expected = states.parameters + states.gradients + states.optimizer + states.largest_unit
+    is_on_device = engine.world.device.type == "cuda"
+    rows = [
+        ("", "measured", "expected", ""),
+        ("a rank: optimizer", _mib(measured.optimizer), _mib(states.optimizer), "(expected: two states, as Adam)"),
+        (
+            "traffic a step",
+            _mib(measured.traffic),
+            _mib(states.traffic),
+            "(measured: with evaluation and saves; expected: one micro-batch)",
+        ),
+        (
+            "peak",
+            _mib(measured.peak),
+            _mib(expected),
+            "(of the device; expected: without activations)"
+            if is_on_device
+            else "(of the process; expected: without activations and programs)",
+        ),
+        ("waited a step", f"{measured.seconds * 1e3:,.1f} ms", "", "(for peers)"),
+    ]
+    return f"hf_zero, after {measured.num_steps:,} steps\n" + aligned(rows, "<>><", between="  ", margin="  ")
+
+
+def _held(state: Mapping[Any, Mapping[str, Any]]) -> int:
+    values = [value for kept in state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    return sum(torch_compat.local_of(value).nbytes for value in values)
+
+
+def _peak_of_process() -> int:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 2**10
 
 
 def _offloaded(world: World) -> str:

@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
     parser.add_argument(
         "--disk", metavar="FOLDER", help="also plan with all that can be offloaded in this folder (CPU ranks only)"
     )
+    parser.add_argument("--scale", action="store_true", help="also show 8 to 10,000 ranks, and what limits them first")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the first way that fits")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw what a rank holds, by stage (needs matplotlib)"
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
+    from hf_zero.plan.scale import told
     from hf_zero.plan.shapes import meta_model, shapes_of, with_adapters
 
     _check(args)
@@ -120,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = next(
         (row for row in rows if args.gpu_memory is None or row.holding.peak <= _MARGIN * args.gpu_memory), None
     )
+    if args.scale:
+        print("\n" + "\n".join(told(shape, (chosen if chosen and args.gpu_memory else rows[-1]).setting, _size)))
     if args.plot is not None:
         draw(shape, rows, args.plot)
         print(f"Drawn in {args.plot}.")

@@ -133,7 +133,7 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
                 between += 2 * _others(own * reduced.itemsize, config.replicate)
             else:
                 in_replica += 2 * _others(layout.numel * reduced.itemsize, setting.num_ranks)
-    sizes = _unit_bytes(model, setting)
+    sizes = unit_bytes(model, setting)
     largest = max(sizes, default=0)
     gathers = policy.shards_parameters and ranks > 1 and not shares
     gathered = largest + min(config.prefetch_bytes, sum(sizes) - largest) if gathers else 0
@@ -184,7 +184,7 @@ def _layout(param: ParameterShape, config: ZeroConfig, ranks: int) -> RowLayout:
     return RowLayout(param.shape, ranks if is_cut else 1)
 
 
-def _unit_bytes(model: ModelShape, setting: Setting) -> list[int]:
+def unit_bytes(model: ModelShape, setting: Setting) -> list[int]:
     """Bytes of each unit when it is whole."""
     precision = Precision.from_config(setting.config)
     found = []

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
-from hf_zero.engine.summary import model_states, summary
+from hf_zero.engine.summary import Measured, Start, model_states, summary, summary_after
 from tests.models import Stack, stack_batch
 from tests.ranks import run_alone, run_ranks
 
@@ -46,6 +46,7 @@ def measure(stage: int, compute: str, **config: Any) -> dict[str, Any]:
     model = Stack(WIDTH, BLOCKS)
     engine = zero.shard_model(model, {"stage": stage, "compute_dtype": compute, "collectives": "pairwise", **config})
     optimizer = torch.optim.AdamW(model.parameters())
+    start = Start.of(engine, 0)
     for step in range(2):
         model(**stack_batch(step, dist.get_rank(), WIDTH)).backward()
         if step == 0:
@@ -70,6 +71,8 @@ def measure(stage: int, compute: str, **config: Any) -> dict[str, Any]:
         "optimizer": sum(tensor.nbytes for tensor in optimizer_states),
         "gradients": sum(grad.nbytes for grad in gradients),
         "text": summary(engine),
+        "measured": (measured := Measured.since(start, engine, optimizer.state, 2)),
+        "after": summary_after(engine, measured),
     }
 
 
@@ -123,6 +126,15 @@ def test_the_text_is_short_and_names_what_counts() -> None:
     assert "pairwise on gloo" in text
     assert f"{NUMEL:,} ({NUMEL:,} trainable)" in text
     assert "compute bfloat16; optimizer updates float32" in text
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_text_at_the_end_has_what_was_measured_beside_what_was_expected(stage: int) -> None:
+    found = run_ranks(measure, RANKS, stage, "float32")[1]
+    counters = 4 * (2 + 6 * BLOCKS + 1)
+    assert found["measured"].optimizer == found["states"]["optimizer"] + counters
+    assert found["measured"].traffic >= found["states"]["traffic"] // 2
+    assert found["after"].startswith("hf_zero, after 2 steps\n") and "of the process" in found["after"]
 
 
 def summarise_frozen() -> tuple[str, int, int]:

@@ -101,6 +101,7 @@ def test_importing_hf_zero_switches_on_what_the_environment_names(place: str, tm
     )
     if place == "top":
         assert "hf_zero\n  stage               3" in result.stderr, result.stderr
+        assert "hf_zero, after 3 steps\n" in result.stderr
         assert _found(result)[0] == 1
     else:
         assert (

@@ -47,6 +47,19 @@ def test_shows_each_stage_and_writes_the_first_that_fits(tmp_path: Path, capsys:
     assert _plan(capsys, *options)[1].endswith("remove it, or name another file\n")
 
 
+def test_more_ranks_are_shown_up_to_what_limits_them(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = _plan(capsys, "llama-125m", "--scale")
+    shown = {line.split(" ranks")[0].strip(): line.split()[2:] for line in text.splitlines() if " ranks  " in line}
+    assert code == 0 and list(shown) == ["8", "64", "256", "1,024", "4,096", "10,000"]
+    assert shown["1,024"][-2:] == ["2,046", "1,023"]
+    model = shapes_of(meta_model("llama-125m"))
+    on_64 = predict(model, Setting(ZeroConfig(stage=3, compute_dtype="bfloat16", collectives="native"), 64))
+    assert shown["64"][0] == f"{on_64.states / 2**20:.1f}"
+    assert "What limits first: At 1,024 ranks: the greatest rank holds 1.13 of the mean; 1,023 sockets a rank" in text
+    code, text = _plan(capsys, folder, "--scale")
+    assert code == 0 and "What limits first: At 8 ranks: messages of " in text
+
+
 def test_a_disk_is_planned_with_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "zero.yaml"
     options = ["llama-125m", "--ranks", "2", "--memory", "700MiB", "--dtype", "float32", "--disk", "/fast"]

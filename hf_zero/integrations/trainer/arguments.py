@@ -19,7 +19,7 @@ from hf_zero.checkpoint.background import background_of, wait_for
 from hf_zero.config.files import CONFIG_VARIABLE
 from hf_zero.config.zero_config import ZeroConfig, load_with_import
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.summary import summary
+from hf_zero.engine.summary import Measured, Start, summary, summary_after
 from hf_zero.errors import ConfigError, UsageError
 from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
 from hf_zero.integrations.accelerate.precision import with_mixed_precision
@@ -204,7 +204,7 @@ def _remade(arguments: type, state: dict[str, Any]) -> Any:
 
 
 class ZeroCallback(TrainerCallback):  # type: ignore[misc]
-    """Partitions what the Trainer is about to train, if it is not yet partitioned, and shows a summary when training starts.
+    """Partitions what the Trainer is about to train, if it is not yet partitioned, and shows summaries.
 
     `ZeroTrainingArguments` attach it automatically; pass it yourself along with a model made under `Init`.
 
@@ -215,6 +215,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, config: ZeroConfig | Mapping[str, Any] | str | None = None) -> None:
         self._config = None if config is None else ZeroConfig.load(config)
         self.signal_saves: SignalSaves | None = None
+        self._start: Start | None = None
         patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
 
     @property
@@ -227,6 +228,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         engine = engine_of(_unwrap(model)) if model is not None else None
         if engine is not None and engine.world.rank == 0:
             sys.stderr.write(summary(engine) + "\n")
+            self._start = Start.of(engine, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Check whether a save in the background has ended, and whether a signal asks for a save."""
@@ -237,11 +239,17 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         if self.signal_saves is not None:
             self.signal_saves.poll()
 
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Wait for a save in the background."""
+    def on_train_end(
+        self, args: TrainingArguments, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Wait for a save in the background; show what was measured, on rank 0."""
         engine = engine_of(_unwrap(model)) if model is not None else None
-        if engine is not None:
-            wait_for(engine.world)
+        if engine is None:
+            return
+        wait_for(engine.world)
+        if self._start is not None:
+            measured = Measured.since(self._start, engine, getattr(optimizer, "state", {}), state.global_step)
+            sys.stderr.write(summary_after(engine, measured) + "\n")
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
