@@ -8,8 +8,10 @@ back if the process ended between the two renames.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import platform
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import WRITING_S, BackgroundSaves
-from hf_zero.checkpoint.cooperative import Extents, write_plan
+from hf_zero.checkpoint.cooperative import Extents, ranks_that_see, write_plan
 from hf_zero.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -119,12 +121,30 @@ class StagedCheckpoint:
         with self._agreed(self._world, WRITING_S):
             if self._error is not None:
                 raise self._error
+        self._bring_home()
         if self._background is None:
             self._commit(manifest, self._world)
             after()
         else:
             logger.info("saving in the background, with %.0f MiB a rank", self._background.kept_bytes / 2**20)
             self._background.start(lambda world: self._commit(manifest, world), after)
+
+    def _bring_home(self) -> None:
+        """Give rank 0 the small files (random states) of ranks that do not see its folder."""
+        with self._agreed(self._world):
+            sees = ranks_that_see(self.folder, self._world)
+        if all(sees):
+            return
+        own: dict[str, bytes] = {}
+        with self._agreed(self._world):
+            if not sees[self._world.rank] and self.folder.is_dir():
+                own = {name: path.read_bytes() for name, path in files_in(self.folder).items() if path.is_file()}
+        by_rank = self._world.collect(own, "files of a checkpoint")
+        with self._agreed(self._world, WRITING_S):
+            for name, content in itertools.chain.from_iterable(found.items() for found in by_rank):
+                disk.write_file(self.folder / name, content)
+        if not sees[self._world.rank]:
+            shutil.rmtree(self.outer, ignore_errors=True)  # another rank of this host may be at it, too
 
     @contextmanager
     def _agreed(self, world: World, timeout_s: float | None = None) -> Iterator[None]:

@@ -133,9 +133,14 @@ def _gather(source: Source, name: str, world: World) -> Source:
 
 
 def shares_folder(folder: Path, world: World) -> bool:
-    """Whether every rank sees what rank 0 writes into a folder; tested with a file of a random name."""
+    """Whether every rank sees what rank 0 writes into a folder."""
+    return all(ranks_that_see(folder, world))
+
+
+def ranks_that_see(folder: Path, world: World) -> list[bool]:
+    """By rank, whether it sees what rank 0 writes into a folder; tested with a file of a random name."""
     if world.num_ranks == 1:
-        return True
+        return [True]
     name = str(world.share(f".hf_zero_{uuid.uuid4().hex}", "the folder of a checkpoint"))
     path = folder / name
     with world.together(f"writing {folder}", CheckpointError):
@@ -149,7 +154,7 @@ def shares_folder(folder: Path, world: World) -> bool:
     with world.together(f"writing {folder}", CheckpointError):
         if world.rank == 0:
             disk.remove_file(path)
-    return all(answer for (answer,) in answers)
+    return [bool(answer) for (answer,) in answers]
 
 
 def read_files(

@@ -79,7 +79,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        reason = "there is no such folder" if not folder.is_dir() else f"it has no {MANIFEST}"
+        missing = "there is no such folder on this host (hosts that share none need a copy each)"
+        reason = f"it has no {MANIFEST}" if folder.is_dir() else missing
         raise CheckpointError(
             f"{folder} is not a complete checkpoint of hf_zero: {reason}. A save that was cut off leaves none; "
             "take an older checkpoint"
