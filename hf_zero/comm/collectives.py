@@ -33,10 +33,12 @@ class Rows(NamedTuple):
     Attributes:
         flat: [layout.padded_numel] for a gather, [layout.numel] for a reduction; contiguous.
         layout: which rank owns which elements.
+        is_numbers: False for bytes of a quantised parameter, whatever their dtype: no wire format may round them.
     """
 
     flat: Tensor
     layout: RowLayout
+    is_numbers: bool = True
 
 
 class Collectives(ABC):

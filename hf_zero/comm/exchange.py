@@ -50,7 +50,7 @@ class Exchange:
     ) -> None:
         self._description = description
         self._timeout_s = timeout_s
-        self._parts = list(parts)
+        self._parts = list(reversed(parts))  # the next to be waited for is the last
         self._entry = entry
         self._finish = finish
         self._keep = keep  # tensors that the transport still reads
@@ -66,11 +66,13 @@ class Exchange:
             return
         started = time.perf_counter()
         timeout = datetime.timedelta(seconds=self._timeout_s)
-        for part in self._parts:
+        while self._parts:  # what is complete is not waited for again, should `finish` be interrupted
+            part = self._parts[-1]
             try:
                 part.wait(timeout)
             except RuntimeError as error:
                 raise named(error, self._description, part.peer, self._timeout_s) from error
+            self._parts.pop()
         if self._finish is not None:
             self._finish()
         if self._entry is not None:

@@ -1,9 +1,10 @@
 """Wire formats: rows and gradients that travel in fewer bits than they are computed in.
 
 [Note: blocks] int8 and int4 take blocks of 256 values and one float32 scale each: a value is off by at most 1/254 (int8) or
-1/14 (int4) of its block's greatest. What is not finite makes its whole block so. Integers, and tensors of which no rank has
-a whole block, travel as they are. What is gathered is the same on all ranks, the owner's own rows included, so masters stay
-apart from it. Gradients are packed once, for the rank that adds them up, never on the way; the sum is in the outputs' dtype.
+1/14 (int4) of its block's greatest. What is not finite makes its whole block so. Integers, bytes of quantised parameters, and
+tensors of which no rank has a whole block, travel as they are. What is gathered is the same on all ranks, the owner's own rows
+included, so masters stay apart from it. Gradients are packed once, for the rank that adds them up, never on the way; the sum is
+in the outputs' dtype.
 
 Source: ZeRO++ (arXiv:2306.10209), qwZ and qgZ; blocks as in section 3.1.
 """
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.pairwise import sum_in_order
 from hf_zero.layout import RowLayout
 
 BLOCK = 256
 _GREATEST = {"int8": 127, "int4": 7}
+_MOST = torch.finfo(torch.float32).max
 
 
 def num_bytes(wire: str, numel: int) -> int:
@@ -43,8 +45,12 @@ def pack(wire: str, values: Tensor) -> Tensor:
     blocks = values.new_zeros(-(-numel // BLOCK) * BLOCK, dtype=torch.float32)
     blocks[:numel].copy_(values)
     table = blocks.view(-1, BLOCK)
-    scales = table.abs().amax(1, keepdim=True).div_(_GREATEST[wire])
-    numbers = table.div_(torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0).to(torch.int8)
+    greatest = _GREATEST[wire]
+    peaks = table.abs().amax(1, keepdim=True)
+    # Rounded down, so that the greatest of all floats is not unpacked as an infinity; infinities stay what they are.
+    scales = torch.where(peaks.isinf(), peaks, (peaks / greatest).clamp_(max=_MOST / greatest * (1 - 2**-23)))
+    numbers = table.div_(torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0)
+    numbers = numbers.clamp_(-greatest, greatest).to(torch.int8)  # scales as small as floats get have few bits
     if wire == "int4":
         low, high = numbers.view(torch.uint8).view(-1, BLOCK // 2, 2).unbind(-1)
         numbers = (low & 15) | (high << 4)
@@ -78,13 +84,24 @@ class _Then(Exchange):
         """See `Exchange.wait`."""
         self._before.wait()
         if not self._is_over:
+            self._then()  # may be interrupted, and is then done again
             self._is_over = True
-            self._then()
+
+
+def bytes_of(wire: str, dtype: torch.dtype, layout: RowLayout, numel: int) -> int:
+    """Bytes in which `numel` of one rank's elements travel."""
+    return num_bytes(wire, numel) if is_packed(wire, dtype, layout) else numel * dtype.itemsize
 
 
 def _is_packed(item: Rows, wire: str) -> bool:
-    as_small = wire == "bfloat16" and item.flat.itemsize <= 2
-    return item.flat.is_floating_point() and item.layout.chunk_numel >= BLOCK and not as_small
+    return item.is_numbers and is_packed(wire, item.flat.dtype, item.layout)
+
+
+def is_packed(wire: str, dtype: torch.dtype, layout: RowLayout) -> bool:
+    """Whether rows of numbers travel in a wire format, and not as they are."""
+    if wire == "float32" or not dtype.is_floating_point or (wire == "bfloat16" and dtype.itemsize <= 2):
+        return False
+    return layout.chunk_numel >= BLOCK
 
 
 def gather(collectives: Collectives, items: Sequence[Rows], unit: str, wire: str) -> Exchange:
@@ -96,7 +113,7 @@ def gather(collectives: Collectives, items: Sequence[Rows], unit: str, wire: str
         unit: as there.
         wire: "float32" (as they are), "bfloat16" or "int8".
     """
-    packed = [item for item in items if wire != "float32" and _is_packed(item, wire)]
+    packed = [item for item in items if _is_packed(item, wire)]
     if not packed:
         return collectives.gather(items, unit)
     rank, ranks = collectives.rank, collectives.num_ranks
@@ -173,12 +190,16 @@ def reduce_scatter(
 
     def finish() -> None:
         for each in sums:
-            terms = {rank: each.item.layout.elements_of(each.item.flat, rank)}
-            for peer, values in each.terms.items():
-                terms[peer] = values
-                if _is_packed(each.item, wire):
-                    terms[peer] = torch.empty_like(each.output)
-                    unpack(wire, values, terms[peer])
-            sum_in_order(each.output, [terms[number] for number in sorted(terms)], divisor)
+            if not _is_packed(each.item, wire):
+                own = {rank: each.item.layout.elements_of(each.item.flat, rank)}
+                terms = own | each.terms
+                sum_in_order(each.output, [terms[number] for number in sorted(terms)], divisor)
+                continue
+            each.output.copy_(each.item.layout.elements_of(each.item.flat, rank))
+            room = torch.empty_like(each.output)  # for one peer after the other
+            for values in each.terms.values():
+                unpack(wire, values, room)
+                each.output.add_(room)
+            divide(each.output, divisor)
 
     return _Then(exchange, finish)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from hf_zero import torch_compat
+from hf_zero.comm import wire
 from hf_zero.engine.call import reads_in_backward
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.quantised import is_quantised
 from hf_zero.engine.reduction import given_dtype, sent_dtype
 from hf_zero.engine.unit import Unit
 from hf_zero.engine.world import World
@@ -45,7 +47,6 @@ class ModelStates:
 def model_states(engine: ZeroEngine) -> ModelStates:
     """Compute the sizes from the layout; nothing is measured or allocated."""
     policy, world = engine.world.config.policy, engine.world
-    others = (world.num_shards - 1) / world.num_shards
     num_sharing = world.collectives.num_sharing
     parameters = gradients = optimizer = 0
     gathered = reduced = 0.0
@@ -61,9 +62,13 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
         parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
         if p.is_sharded and not stays_whole:
-            gathered += p.whole_nbytes * others * (2 if id(p) in gathered_twice else 1)
+            gathered += _gathered_bytes(p, world) * (2 if id(p) in gathered_twice else 1)
         elif p.is_sharded and p.param.requires_grad:  # what has changed, from those who do not share the memory
-            gathered += p.whole_nbytes * (1 / num_sharing - 1 / world.num_shards)
+            gathered += (
+                _gathered_bytes(p, world)
+                if num_sharing == 1
+                else p.whole_nbytes * (1 / num_sharing - 1 / world.num_shards)
+            )
         if not p.param.requires_grad:
             continue
         optimizer += _ADAM_STATES * own * p.param.dtype.itemsize
@@ -75,6 +80,12 @@ def model_states(engine: ZeroEngine) -> ModelStates:
     return ModelStates(parameters, gradients, optimizer, largest, round(reduced + gathered))
 
 
+def _gathered_bytes(p: ZeroParameter, world: World) -> int:
+    """What a rank receives to gather a parameter once."""
+    sent_as = "float32" if is_quantised(p.param) else world.config.wire.gather
+    return wire.bytes_of(sent_as, p.compute_dtype, p.layout, p.layout.chunk_numel) * (world.num_shards - 1)
+
+
 def _reduced_bytes(p: ZeroParameter, world: World) -> float:
     """What a rank receives to reduce a parameter's gradient once."""
     if not p.is_sharded:
@@ -82,6 +93,9 @@ def _reduced_bytes(p: ZeroParameter, world: World) -> float:
     between = _all_reduced_bytes(p.local_numel, p, world, world.replicas.num_ranks)
     if world.config.reduce_scatter is False:
         return between + _all_reduced_bytes(p.layout.numel, p, world, world.num_shards)
+    if world.config.wire.reduce != "float32":
+        rows = wire.bytes_of(world.config.wire.reduce, given_dtype(p, world), p.layout, p.local_numel)
+        return between + rows * (world.num_shards - 1)
     num_sharing = world.collectives.num_sharing
     if world.config.reduce_scatter == "to_owner" or num_sharing in (1, world.num_shards):
         others = (world.num_shards - 1) / world.num_shards

@@ -22,6 +22,7 @@ from hf_zero.comm import wire
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
+from hf_zero.engine.quantised import is_quantised
 from hf_zero.engine.world import World
 from hf_zero.layout import place
 
@@ -265,7 +266,8 @@ class Unit:
         for p, offset in zip(self._buffered, self._offsets, strict=True):
             flat = torch_compat.tensor_on(self._storage, offset, (p.layout.padded_numel,), p.compute_dtype)
             whole = torch_compat.tensor_on(self._storage, offset, p.layout.shape, p.compute_dtype)
-            slots[id(p)] = _Slot(p, Rows(flat, p.layout), p.layout.rows_of(flat, p.rank), whole)
+            rows = Rows(flat, p.layout, not is_quantised(p.param))
+            slots[id(p)] = _Slot(p, rows, p.layout.rows_of(flat, p.rank), whole)
         return slots
 
     def settle(self) -> None:
@@ -326,7 +328,8 @@ class Unit:
             whole = self._slots[id(p)].whole.data
             lease.give_back()
             return whole
-        return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name)
+        sent_as = "float32" if is_quantised(p.param) else self._world.config.wire.gather
+        return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name, sent_as)
 
     def changed(self, parameters: Iterable[ZeroParameter]) -> None:
         """`parameters` of this unit have new rows on every rank: whole tensors made before are old.

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.comm import wire
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.axis import default_group, ranks_of
 from hf_zero.comm.collectives import Collectives, Rows
@@ -210,14 +211,21 @@ class World:
         self.everyone.broadcast(moved, source, unit)
         tensor.copy_(moved)
 
-    def gather_whole(self, local: Tensor, layout: RowLayout, unit: str) -> Tensor:
-        """The whole tensor of which every rank has its rows `local`, in memory of its own; called by all ranks together."""
+    def gather_whole(self, local: Tensor, layout: RowLayout, unit: str, sent_as: str = "float32") -> Tensor:
+        """The whole tensor of which every rank has its rows `local`, in memory of its own; called by all ranks together.
+
+        Args:
+            local: this rank's rows.
+            layout: which rows are whose.
+            unit: for the ledger and for errors.
+            sent_as: a wire format, for what modules compute with; "float32": as it is.
+        """
         if layout.num_ranks == 1:
             return local.clone()
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
         layout.elements_of(flat, self.shard_rank).copy_(local.reshape(-1))
-        self.collectives.gather([Rows(flat, layout)], unit).wait()
+        wire.gather(self.collectives, [Rows(flat, layout)], unit, sent_as).wait()
         whole = flat[: layout.numel].view(layout.shape)
         # In memory of its own: `save_pretrained` splits files by the bytes of storages.
         return whole if layout.numel == layout.padded_numel else whole.clone()

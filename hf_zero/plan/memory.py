@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.precision import Precision
 from hf_zero.errors import ConfigError
@@ -113,10 +114,11 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
                 on_disk, at_rest = on_disk + at_rest, 0
             parameters += at_rest
             parameters += whole // (ranks if shares and is_cut else 1) if has_copy else 0
+            gathered = wire.bytes_of(config.wire.gather, compute, layout, layout.chunk_numel) * (ranks - 1)
             if is_cut and not stays_whole:
-                in_replica += _others(whole, ranks) * (2 if unit.reads_in_backward else 1)
+                in_replica += gathered * (2 if unit.reads_in_backward else 1)
             elif is_cut and param.trains and not shares:
-                in_replica += _others(whole, ranks)
+                in_replica += gathered
             if not param.trains:
                 continue
             states = OPTIMIZERS[setting.optimizer] * own * rest.itemsize
@@ -129,7 +131,11 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
             gradients += layout.numel * reduced.itemsize if keeps_whole_gradient else own * rest.itemsize
             rows += own * rest.itemsize
             if is_cut:
-                in_replica += _others(layout.numel * _sent(precision, compute, config), ranks)
+                sent = _sent(precision, compute, config)
+                if config.wire.reduce == "float32":
+                    in_replica += _others(layout.numel * sent.itemsize, ranks)
+                else:
+                    in_replica += wire.bytes_of(config.wire.reduce, sent, layout, own) * (ranks - 1)
                 between += 2 * _others(own * reduced.itemsize, config.replicate)
             else:
                 in_replica += 2 * _others(layout.numel * reduced.itemsize, setting.num_ranks)
@@ -195,10 +201,11 @@ def unit_bytes(model: ModelShape, setting: Setting) -> list[int]:
     return found
 
 
-def _sent(precision: Precision, compute: torch.dtype, config: ZeroConfig) -> int:
-    """Bytes an element of a gradient on its way: `pairwise` and `host` send what autograd made, where it is not kept whole."""
-    as_given = config.collectives in ("pairwise", "host") and config.policy.shards_gradients
-    return (precision.sent_for(compute) if as_given else precision.reduce_for(compute)).itemsize
+def _sent(precision: Precision, compute: torch.dtype, config: ZeroConfig) -> torch.dtype:
+    """Of a gradient on its way: `pairwise`, `host` and wire formats take what autograd made, where it is not kept whole."""
+    is_as_made = config.collectives in ("pairwise", "host") or config.wire.reduce != "float32"
+    as_given = is_as_made and config.policy.shards_gradients
+    return precision.sent_for(compute) if as_given else precision.reduce_for(compute)
 
 
 def _others(num_bytes: int, ranks: int) -> int:

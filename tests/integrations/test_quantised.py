@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_zero as zero
+from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.summary import model_states
 from hf_zero.plan.memory import Setting, predict
@@ -36,6 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("quantised")
     make_model(LLAMA).save_pretrained(path / "llama")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).save_pretrained(path / "wide")
     return str(path)
 
 
@@ -75,6 +78,25 @@ def test_training_equals_one_process(stage: int, kind: str, folder: str) -> None
     else:
         assert all(isinstance(ours.get_parameter(name), DTensor) for name in quantised)
     assert stage == 0 or isinstance(ours.get_parameter("base_model.model.lm_head.weight"), DTensor)
+
+
+@on_ranks(2)
+def test_wire_formats_leave_packed_bytes_alone(folder: str) -> None:
+    """A layer of 4-bit weights in floats, of which each rank has blocks of the format."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.float32)
+    models = [
+        AutoModelForCausalLM.from_pretrained(f"{folder}/wide", quantization_config=config, device_map={"": "cpu"})
+        for _ in range(2)
+    ]
+    for model in models:
+        model.requires_grad_(False)
+        model.lm_head.weight.requires_grad_(True)
+    ids = torch.arange(12).view(2, 6)
+    zero.shard_model(models[0], {"stage": 3, "collectives": "pairwise", "wire": {"gather": "bfloat16"}})
+    found, expected = (model(input_ids=ids).logits for model in models)
+    packed = [p for p in models[0].parameters() if isinstance(p, DTensor) and p.to_local().numel() >= wire.BLOCK]
+    assert len(packed) > 4
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
 @on_ranks(2)
