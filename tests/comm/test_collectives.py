@@ -385,6 +385,14 @@ def test_auto_leaves_out_of_large_units_what_small_ones_leave_far_behind(
     assert next(milliseconds, None) is None
 
 
+def test_auto_takes_native_only_where_it_is_clearly_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = [SimpleNamespace(name=name, ledger=Ledger()) for name in ("pairwise", "native")]
+    for native, chosen in ((0.9, "pairwise"), (0.7, "native")):
+        seconds = {"pairwise": 1.0, "native": native}
+        monkeypatch.setattr(measuring, "measure", lambda each, n, s=seconds: measuring.Timing(n, 0.0, s[each.name]))
+        assert measuring._compare(candidates)[0] == chosen  # type: ignore[arg-type]
+
+
 def _other_choice() -> str:
     choice = "pairwise" if dist.get_rank() else "native"
     with pytest.raises(ConfigError) as caught:
