@@ -107,9 +107,17 @@ def test_hosts_without_a_common_folder_train_as_one_and_save_all(hosts: Hosts, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collectives", ["pairwise", "host"])
-def test_replicas_on_a_host_each_train_as_one(hosts: Hosts, tmp_path: Path, collectives: str) -> None:
-    zero = {"stage": 3, "replicate": 2, "collectives": collectives}
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"replicate": 2, "collectives": "pairwise"},
+        {"replicate": 2, "collectives": "host"},
+        {"wire": {"secondary": 2}, "collectives": "pairwise"},
+    ],
+    ids=["replicas", "replicas in shared memory", "second copies"],
+)
+def test_two_ranks_on_each_host_train_as_four_on_one(hosts: Hosts, tmp_path: Path, more: dict[str, Any]) -> None:
+    zero = {"stage": 3, **more}
     expected = run_ranks(_train_here, 4, str(tmp_path), json.dumps(zero | {"collectives": "pairwise"}))[0]
     found = _found(_launch(hosts, tmp_path, zero, "4", "new", ranks=4))
     assert {rank: host for rank, (host, _) in found.items()} == {0: "host0", 1: "host0", 2: "host1", 3: "host1"}

@@ -177,8 +177,8 @@ def _translate_zero(reader: Reader, top: Mapping[Any, Any]) -> None:
 
 
 def _translate_wire(reader: Reader, block: Mapping[Any, Any]) -> None:
-    """ZeRO++'s smaller messages, in blocks of 256 here."""
-    wire = {}
+    """ZeRO++'s smaller messages, in blocks of 256 here, and its second copy of rows."""
+    wire: dict[str, object] = {}
     for name, what, word in (("weights", "gather", "int8"), ("gradients", "reduce", "int4")):
         key = f"zero_optimization.zero_quantized_{name}"
         value = block.get(f"zero_quantized_{name}")
@@ -190,6 +190,13 @@ def _translate_wire(reader: Reader, block: Mapping[Any, Any]) -> None:
         reader.row(
             key, value, "only used in stage 3" if value and not is_used else f"wire.{what}={wire.get(what, 'float32')}"
         )
+    size = block.get("zero_hpz_partition_size")
+    if size is not None:
+        key, is_used = "zero_optimization.zero_hpz_partition_size", reader.zero["stage"] == 3
+        number = max(1, reader.count(key, size))
+        if is_used and number > 1:
+            wire["secondary"] = number
+        reader.row(key, size, f"wire.secondary={number}" if is_used or number == 1 else "only used in stage 3")
     if wire:
         reader.zero["wire"] = wire
 

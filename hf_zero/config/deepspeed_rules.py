@@ -76,12 +76,6 @@ ZERO_RULES = {
     "stage3_use_all_reduce_for_fetch_params": _flag("differs", _BY_UNIT),
     "sub_group_size": Rule("differs", "the optimizer steps over all rows of a rank at once", type="number"),
     "zenflow": Rule("refused", "is not supported: its updates come late, so it trains differently; remove it"),
-    "zero_hpz_partition_size": Rule(
-        "unsupported",
-        "no size to choose: collectives: host (CPU) keeps whole parameters on every host",
-        (0, 1),
-        type="number",
-    ),
     "zero_quantized_nontrainable_weights": _flag("refused", "quantised weights do not exist yet; set it to false"),
     "zeropp_loco_param": Rule("refused", "errors of quantised gradients are not fed back here; remove it", ({},)),
 }
@@ -96,6 +90,7 @@ ZERO_TRANSLATED = (
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
     "use_multi_rank_bucket_allreduce",
+    "zero_hpz_partition_size",
     "zero_quantized_gradients",
     "zero_quantized_weights",
 )

@@ -158,7 +158,7 @@ class ZeroConfig:
             )
 
         self._check_offload()
-        if not self.wire.is_exact:
+        if not self.wire.is_default:
             self._check_wire()
 
     def _check_wire(self) -> None:
@@ -167,6 +167,10 @@ class ZeroConfig:
             values.fail("wire", given, "has no effect in stage 0, where no rows travel; use stage 1, 2 or 3")
         if self.collectives == "host":
             values.fail("wire", given, "has no effect with collectives: host, where ranks share memory; use pairwise")
+        if self.wire.secondary > 1 and not self.policy.shards_parameters:
+            values.fail(
+                "wire.secondary", self.wire.secondary, "has no effect in stages 1 and 2, which gather once a step"
+            )
         if self.wire.reduce != "float32" and self.reduce_scatter is not True:
             values.fail("reduce_scatter", self.reduce_scatter, "cannot be had with wire.reduce; use true")
 

@@ -62,7 +62,11 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
         parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
         if p.is_sharded and not stays_whole:
-            gathered += _gathered_bytes(p, world) * (2 if id(p) in gathered_twice else 1)
+            gathered += _gathered_bytes(p, world)
+            near, part = world.nearby.num_ranks, p.whole_nbytes // world.nearby.num_ranks
+            parameters += part if near > 1 else 0  # the second copy
+            if id(p) in gathered_twice:
+                gathered += part * (near - 1) if near > 1 else _gathered_bytes(p, world)
         elif p.is_sharded and p.param.requires_grad:  # what has changed, from those who do not share the memory
             gathered += (
                 _gathered_bytes(p, world)
@@ -157,6 +161,10 @@ def summary(engine: ZeroEngine) -> str:
         rows.append(("wire", f"parameters travel in {config.wire.gather}, gradients in {config.wire.reduce}"))
     if config.offload.is_anything:
         rows.append(("offload", _offloaded(world)))
+    if world.nearby.num_ranks > 1:
+        rows.append(
+            ("second copy", f"among {world.nearby.num_ranks} ranks of a host, for gathers of what has not changed")
+        )
     return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
 
 

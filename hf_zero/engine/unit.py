@@ -23,6 +23,7 @@ from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
 from hf_zero.engine.quantised import is_quantised
+from hf_zero.engine.second_copy import SecondCopy
 from hf_zero.engine.world import World
 from hf_zero.layout import place
 
@@ -167,6 +168,8 @@ class Unit:
         self._memory = memory
         self._leases = 0
         self._pending: list[Exchange] = []
+        self._second: SecondCopy | None = None
+        self._arriving = -1  # the epoch of the gather under way that the second copy is to be made of
         # A parameter that is whole at rest, in the compute dtype, is read where it lives.
         self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype]
         self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
@@ -250,13 +253,20 @@ class Unit:
         chosen = (
             list(self._slots.values()) if only is None else [self._slots[id(p)] for p in only if id(p) in self._slots]
         )
-        _fill_own_rows(chosen)
-        if self._world.config.offload.is_anything:
-            _release_rows(chosen)
         items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
-        if items:
+        if items and self._world.nearby.num_ranks > 1:
+            self._second = self._second or SecondCopy(items, self._world.nearby, self.name)
+        if self._second is not None and self._second.epoch == self.epoch:
+            _fill_own_rows([slot for slot in chosen if not slot.parameter.is_sharded])
+            self._pending.append(self._second.gather())
+        else:
+            _fill_own_rows(chosen)
+            if self._world.config.offload.is_anything:
+                _release_rows(chosen)
+            self._arriving = self.epoch
             sent_as = self._world.config.wire.gather
-            self._pending.append(wire.gather(self._world.collectives, items, self.name, sent_as))
+            if items:
+                self._pending.append(wire.gather(self._world.collectives, items, self.name, sent_as))
         self.residency = Residency.GATHERING
 
     @torch.inference_mode(False)
@@ -278,6 +288,9 @@ class Unit:
         while self._pending:
             self._pending[0].wait()
             self._pending.pop(0)
+        if self._second is not None and self._arriving >= 0:
+            self._second.keep(self._arriving)
+            self._arriving = -1
 
     def acquire(self) -> Lease:
         """Wait until the whole tensors are there, and hold them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import os
 import pickle
 import weakref
@@ -23,12 +24,15 @@ from hf_zero.comm import wire
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.axis import default_group, ranks_of
 from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.precision import Precision
 from hf_zero.errors import CollectiveError, ConfigError, UsageError, ZeroError
 from hf_zero.layout import RowLayout
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -50,6 +54,7 @@ class World:
         ledger: what counts the exchanges.
         collectives: the exchanges among the ranks that parameters are cut over: this rank's replica.
         replicas: those among the ranks that hold the same rows, one of each replica.
+        nearby: those among the ranks that keep a second copy of rows; this rank alone where none do.
         everyone: those among all ranks, which agree, fail and end together; `collectives` itself where there is one replica.
         default_group: torch's default process group, when this was made.
         models: the models partitioned over these ranks.
@@ -63,6 +68,7 @@ class World:
     collectives: Collectives
     replicas: Collectives
     everyone: Collectives
+    nearby: Collectives
     default_group: object = None
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     number: int = 0
@@ -97,11 +103,11 @@ class World:
             return made
 
         # Ranks that share parameters have them in memory, and send nothing.
-        cannot_share = config.offload.parameters == "disk" or not config.wire.is_exact
+        cannot_share = config.offload.parameters == "disk" or not config.wire.is_default
         choice = "pairwise" if cannot_share and config.exchange == "auto" and device.type == "cpu" else config.exchange
-        if not config.wire.is_exact and choice == "host":
+        if not config.wire.is_default and choice == "host":
             raise ConfigError(
-                "wire formats make messages smaller, but with HF_ZERO_COLLECTIVES=host ranks share memory"
+                "wire makes messages smaller or fewer, but with HF_ZERO_COLLECTIVES=host ranks share memory"
             )
         if len(replicas) == 1:
             cut = everyone = meet(choice, replicas[0])
@@ -121,7 +127,11 @@ class World:
                     f"{other} differ"
                 )
         precision = Precision.from_config(config)
-        world = cls(config, precision, device, ledger, cut, same_rows, everyone, group, number=number)
+        nearby: Collectives = AloneCollectives(cut.ranks[cut.rank], device, ledger)
+        if config.wire.secondary > 1 and cut.num_ranks > 1:
+            nearby = meet("native" if cut.name == "native" else "pairwise", _nearby(cut, config.wire.secondary))
+            _check_host(nearby)
+        world = cls(config, precision, device, ledger, cut, same_rows, everyone, nearby, group, number=number)
         _worlds.add(world)
         return world
 
@@ -130,7 +140,9 @@ class World:
         """This process alone, whatever process groups there are."""
         ledger = Ledger()
         alone = AloneCollectives(0, device, ledger)
-        return cls(config, Precision.from_config(config), device, ledger, alone, alone, alone, number=next(_numbers))
+        return cls(
+            config, Precision.from_config(config), device, ledger, alone, alone, alone, alone, number=next(_numbers)
+        )
 
     def beside(self, timeout_s: float) -> World:
         """The same ranks with process groups of their own, for exchanges beside those of training; called by all of them.
@@ -296,6 +308,26 @@ def described(error: Exception, kind: type[ZeroError]) -> str:
     """What an error says; with its class, unless that is `kind`, which is what the reader gets."""
     said = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
     return said or type(error).__name__
+
+
+def _nearby(cut: Collectives, size: int) -> tuple[int, ...]:
+    """The ranks, this one among them, that keep a second copy of rows."""
+    if cut.num_ranks % size:
+        raise ConfigError(
+            f"wire.secondary is {size}, which does not divide the {cut.num_ranks} ranks that parameters are cut over"
+        )
+    first = cut.rank // size * size
+    return cut.ranks[first : first + size]
+
+
+def _check_host(nearby: Collectives) -> None:
+    hosts = {number for (number,) in nearby.agree([host_number()], "the host of a second copy")}
+    if len(hosts) > 1 and nearby.rank == 0:
+        logger.warning(
+            "wire.secondary: ranks %s are on %d hosts, so what they gather from each other crosses hosts all the same",
+            list(nearby.ranks),
+            len(hosts),
+        )
 
 
 def _replicas(ranks: list[list[int]], config: ZeroConfig) -> list[list[int]]:

@@ -116,7 +116,10 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
             parameters += whole // (ranks if shares and is_cut else 1) if has_copy else 0
             gathered = wire.bytes_of(config.wire.gather, compute, layout, layout.chunk_numel) * (ranks - 1)
             if is_cut and not stays_whole:
-                in_replica += gathered * (2 if unit.reads_in_backward else 1)
+                near, part = config.wire.secondary, whole // config.wire.secondary
+                parameters += part if near > 1 else 0
+                again = part * (near - 1) if near > 1 else gathered
+                in_replica += gathered + (again if unit.reads_in_backward else 0)
             elif is_cut and param.trains and not shares:
                 in_replica += gathered
             if not param.trains:

@@ -162,6 +162,49 @@ def test_training_in_each_format_is_near_and_alike_on_all_ranks(num_ranks: int, 
                 assert moved["reduce_scatter"] / before["reduce_scatter"] == pytest.approx(part, rel=0.15)
 
 
+def _with_second_copy(secondary: int, exchange: str, formats: dict[str, str]) -> tuple[list[float], int, int, int]:
+    """Losses; bytes received in the last step from all ranks and within the host; what the summary promises of both."""
+    torch.manual_seed(0)
+    case = CASES["llama"]
+    model = make_model(case)
+    wire_config = {"secondary": secondary, **formats}
+    config = {"stage": 3, "collectives": exchange, "wire": wire_config, "prefetch_bytes": 0}
+    engine = zero.shard_model(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        engine.world.ledger.reset()
+        for micro in range(1 + (step < 2)):
+            loss = model(**case.batch(2 * step + micro, dist.get_rank())).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+        with torch.no_grad():
+            losses.append(float(model(**case.batch(0, 0)).loss) if step < 2 else 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    entries = engine.world.ledger.entries.items()
+    near = sum(entry.bytes for (kind, unit), entry in entries if kind == "gather" and "second copy" in unit)
+    far = engine.world.ledger.total("gather").bytes - near
+    return losses, far, near, model_states(engine).traffic - engine.world.ledger.total("reduce_scatter").bytes
+
+
+@pytest.mark.parametrize("formats", [{}, {"gather": "int8"}], ids=["exact", "int8"])
+@pytest.mark.parametrize("exchange", ["pairwise", "native"])
+def test_second_copy_keeps_the_bits_and_gathers_within_the_host(exchange: str, formats: dict[str, str]) -> None:
+    plain = run_ranks(_with_second_copy, 4, 1, exchange, formats)
+    for (losses, far, near, expected), (before, all_of_it, none, _) in zip(
+        run_ranks(_with_second_copy, 4, 2, exchange, formats), plain, strict=True
+    ):
+        assert losses == before and none == 0 < near
+        assert far < 0.65 * all_of_it  # the embedding is gathered once a step anyway
+        assert far + near == pytest.approx(expected, rel=0.05)
+
+
+def test_second_copy_that_does_not_divide_the_ranks_is_an_error() -> None:
+    for failure in run_ranks(_with_second_copy, 3, 2, "pairwise", {}, expect_failure=True):
+        assert "wire.secondary is 2, which does not divide the 3 ranks" in failure.message
+
+
 @on_ranks(2)
 def test_masters_are_exact() -> None:
     """What is gathered is rounded, and what the optimizer updates is not."""
@@ -254,6 +297,9 @@ def test_modules_compute_with_rounded_weights_and_nothing_else_is_rounded(num_ra
         ({"wire": {"reduce": "int8"}}, "use float32, bfloat16, int4"),
         ({"wire": {"gathers": "int8"}}, "'gathers' is not one of its keys"),
         ({"wire": "int8"}, "use exact, or"),
+        ({"wire": {"secondary": 0}}, "wire.secondary"),
+        ({"stage": 2, "wire": {"secondary": 2}}, "has no effect in stages 1 and 2"),
+        ({"collectives": "host", "wire": {"secondary": 2}}, "has no effect with collectives: host"),
     ],
 )
 def test_bad_values_are_named(config: dict[str, Any], error: str) -> None:
@@ -263,5 +309,5 @@ def test_bad_values_are_named(config: dict[str, Any], error: str) -> None:
 
 def test_a_config_is_written_and_read_back() -> None:
     config = zero.ZeroConfig.from_dict({"wire": {"gather": "bf16", "reduce": "int4"}})
-    assert config.to_dict()["wire"] == {"gather": "bfloat16", "reduce": "int4"}
+    assert config.to_dict()["wire"] == {"gather": "bfloat16", "reduce": "int4", "secondary": 1}
     assert zero.ZeroConfig.from_dict(config.to_dict()) == config

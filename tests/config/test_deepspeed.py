@@ -356,7 +356,7 @@ def test_deepspeed_status_of_keys_without_influence_on_the_result() -> None:
         f"{zero}mics_shard_size": "unsupported",
         f"{zero}overlap_comm": "differs",
         f"{zero}stage3_gather_16bit_weights_on_model_save": "kept",
-        f"{zero}zero_hpz_partition_size": "unsupported",
+        f"{zero}zero_hpz_partition_size": "kept",
         "data_types.grad_accum_dtype": "differs",
         "gradient_clipping": "differs",
         "gradient_predivide_factor": "differs",
@@ -448,7 +448,6 @@ REPORTED = [
     ("zero_optimization.stage3_partition_stream_chunk_size", 5, "differs", 0),
     ("zero_optimization.stage3_use_all_reduce_for_fetch_params", True, "differs", False),
     ("zero_optimization.sub_group_size", 1e9, "differs", None),
-    ("zero_optimization.zero_hpz_partition_size", 8, "unsupported", 1),
 ]
 
 
@@ -472,6 +471,9 @@ def test_deepspeed_quantised_exchange_means_ours() -> None:
         "int8"
     )
     assert ZeroConfig.from_dict({"zero_optimization": {**block, "stage": 2}}).wire.is_exact
+    second = {"zero_optimization": {**block, "zero_hpz_partition_size": 8}}
+    assert ZeroConfig.from_dict(second).wire == Wire("int8", "int4", 8)
+    assert ZeroConfig.from_dict({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}).wire.is_default
 
 
 @pytest.mark.parametrize(
