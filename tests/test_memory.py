@@ -242,19 +242,14 @@ def test_without_prefetching_one_unit_is_whole_at_a_time(is_checkpointed: bool) 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("num_units", [1, 2])
-def test_prefetching_holds_no_more_than_its_bytes_beside_the_unit_in_use(num_ranks: int, num_units: int) -> None:
+@pytest.mark.parametrize(("fitting", "ahead"), [(0, 1), (1, 1), (2, 2)])
+def test_prefetching_holds_no_more_than_its_bytes_or_one_unit_beside_the_one_in_use(
+    num_ranks: int, fitting: int, ahead: int
+) -> None:
     block = max(run_ranks(gathered, num_ranks, {"prefetch_bytes": 0})[0].units)
-    prefetch_bytes = num_units * block + 64
-    for found in run_ranks(gathered, num_ranks, {"prefetch_bytes": prefetch_bytes}):
-        assert max(found.peaks) <= max(found.units) + prefetch_bytes
-        assert found.peaks[1] == (1 + num_units) * block  # and it is used, from the second step on
-        assert found.peaks[-1] == (1 + num_units) * block
-
-
-def test_prefetching_of_less_than_a_unit_gathers_none_ahead() -> None:
-    for found in run_ranks(gathered, 2, {"prefetch_bytes": 100}):
-        assert found.peaks == (max(found.units),) * len(found.peaks)
+    for found in run_ranks(gathered, num_ranks, {"prefetch_bytes": fitting * block + 64}):
+        assert max(found.peaks) <= max(found.units) + max(fitting * block + 64, block)
+        assert found.peaks[1] == found.peaks[-1] == (1 + ahead) * block  # and it is used, from the second step on
 
 
 def test_units_kept_from_forward_to_backward_are_all_whole_at_once() -> None:

@@ -78,7 +78,7 @@ class ZeroConfig:
         keep_whole_numel: a parameter of at most this many elements stays whole on every rank, in stage 3 and in the
             optimizer shard. 0: none does.
         prefetch_bytes: bytes of parameters gathered ahead of their use, or kept at the end of a forward because the
-            backward uses them first. 0: none.
+            backward uses them first; one unit at least, whatever its size. 0: none.
         bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
             rounds of at most this size.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 or fp16 flag.

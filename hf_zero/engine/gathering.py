@@ -99,14 +99,18 @@ class Gathering:
 
     def _prefetch(self, coming: Iterable[int]) -> None:
         budget = self._world.config.prefetch_bytes
-        ahead = 0
+        ahead, has_one = (
+            0,
+            False,
+        )  # one unit at least, whatever its size: else nothing would arrive while others compute
         for index in coming:
             unit = self.units[index]
             if unit.keeps_whole or unit.is_leased:
                 continue
             ahead += 0 if unit.is_shared else unit.buffer_nbytes
-            if ahead > budget:
+            if ahead > budget and (has_one or not budget):
                 return
+            has_one = True
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
 
@@ -129,7 +133,8 @@ class Gathering:
     def expect(self, reductions: list[int]) -> None:
         """Take the agreed order of reductions; the units that it begins with stay whole from the forward's end.
 
-        The backward would gather them at once: within `prefetch_bytes`, or all of them if nothing is to be resharded.
+        The backward would gather them at once: within `prefetch_bytes` (but one at least), or all of them if nothing is to be
+        resharded.
         """
         if reductions == self.reductions:
             return
@@ -140,7 +145,9 @@ class Gathering:
         self.kept_for_backward = {
             index
             for index, num_bytes in zip(order, sizes, strict=True)
-            if num_bytes <= config.prefetch_bytes or not config.reshard_after_forward
+            if num_bytes <= config.prefetch_bytes
+            or (index == order[0] and config.prefetch_bytes)
+            or not config.reshard_after_forward
         }
 
     @contextlib.contextmanager

@@ -145,7 +145,8 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
     sizes = unit_bytes(model, setting)
     largest = max(sizes, default=0)
     gathers = policy.shards_parameters and ranks > 1 and not shares
-    gathered = largest + min(config.prefetch_bytes, sum(sizes) - largest) if gathers else 0
+    ahead = max(config.prefetch_bytes, largest) if config.prefetch_bytes else 0  # one unit at least
+    gathered = largest + min(ahead, sum(sizes) - largest) if gathers else 0
     slots = config.offload.slots * config.offload.slot_bytes if config.offload.optimizer == "disk" else 0
     stays = parameters + optimizer + model.buffer_bytes + slots
     before = float(gradients if setting.accumulates else 0)

@@ -851,9 +851,11 @@ class _Run:
         if config["collectives"] == "host":
             return  # nothing is gathered: the whole parameters lie in memory that the ranks share
         for engine in self.engines:
-            needed = max(_bytes_needed(engine))
-            assert 0 < engine.memory.peak_bytes <= needed + config["prefetch_bytes"], (
-                f"peak {engine.memory.peak_bytes}, {needed} needed at once, {config['prefetch_bytes']} prefetched"
+            needed, ahead = max(_bytes_needed(engine)), config["prefetch_bytes"]
+            if ahead:
+                ahead = max(ahead, *(unit.buffer_nbytes for unit in engine.units))  # one unit at least
+            assert 0 < engine.memory.peak_bytes <= needed + ahead, (
+                f"peak {engine.memory.peak_bytes}, {needed} needed at once, {ahead} prefetched"
             )
             self.peaks_checked += 1
 

@@ -56,6 +56,7 @@ _BLOCK = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)  # bytes; the head is smaller
         (1, {}, 0),  # whole for good
         (2, {}, 0),
         (3, {"prefetch_bytes": 0}, 0),
+        (3, {"prefetch_bytes": 1}, 1),  # one at least
         (3, {"prefetch_bytes": 2 * _BLOCK}, 2),  # a block and the head: the backward would gather them at once
         (3, {"prefetch_bytes": 0, "reshard_after_forward": False}, _NUM_UNITS),
     ],
@@ -256,6 +257,20 @@ def test_gathers_start_ahead_in_backward_too() -> None:
     assert [index for kind, index in events if kind == "start"] == [*range(_NUM_UNITS), 2, 1, 0]
     backward = events[len(events) - 1 - events[::-1].index(("use", _NUM_UNITS - 1)) :]
     assert backward.index(("start", 2)) < backward.index(("use", 3))
+
+
+def _in_sight(events: list[tuple[str, int]]) -> int:
+    """How many gathers have no use of another unit, and so no compute, between their start and their own use."""
+    starts = [position for position, (kind, _) in enumerate(events) if kind == "start"]
+    between = [events[start + 1 : events.index(("use", events[start][1]), start)] for start in starts]
+    return sum(not any(kind == "use" for kind, _ in each) for each in between)
+
+
+def test_only_the_first_gather_of_a_step_has_no_compute_beside_it_however_small_the_budget() -> None:
+    for budget, num_in_sight, most_ahead in ((1, 1, 2), (0, 2 * _NUM_UNITS, 1)):  # with none, none has
+        events = run_ranks(_events, 2, budget, _step)[0]
+        assert _in_sight(events) == num_in_sight
+        assert max(_ahead(events)) <= most_ahead
 
 
 def _counts(prefetch_bytes: int) -> dict[tuple[str, str], tuple[int, int]]:
