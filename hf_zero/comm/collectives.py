@@ -241,15 +241,21 @@ class Collectives(ABC):
         return torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=self.device)
 
     def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
-        """Copy `tensor` from rank `source` to all others, and wait for it."""
+        """Copy `tensor` from rank `source` to all others, and wait for it.
+
+        What lives in the host's memory goes over the control group, where it neither waits for a device nor makes it wait.
+        """
         if not tensor.numel():
             return
         received = 0 if self.rank == source else tensor.nbytes
         entry = self.ledger.add("broadcast", unit, received)
         description = self._describe(f"broadcast from rank {source}", unit)
         flat = tensor.contiguous()
-        work = self._start(description, lambda: dist.broadcast(flat, group=self.group, group_src=source, async_op=True))
-        Exchange(description, self.timeout_s, [self._part(work)], entry).wait()
+        is_on_host = tensor.device.type == "cpu"
+        group = self.axis.control_group if is_on_host else self.group
+        work = self._start(description, lambda: dist.broadcast(flat, group=group, group_src=source, async_op=True))
+        part = Part(work, None) if is_on_host else self._part(work)
+        Exchange(description, self.timeout_s, [part], entry).wait()
         if flat is not tensor:
             tensor.copy_(flat)
 

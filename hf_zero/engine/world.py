@@ -215,13 +215,8 @@ class World:
         self.everyone.meet(label, timeout_s)
 
     def broadcast(self, tensor: Tensor, unit: str, source: int = 0) -> None:
-        """Give every rank the values of rank `source`."""
-        if tensor.device.type == self.device.type:
-            self.everyone.broadcast(tensor, source, unit)
-            return
-        moved = tensor.to(self.device)
-        self.everyone.broadcast(moved, source, unit)
-        tensor.copy_(moved)
+        """Give every rank the values of rank `source`; of a tensor on this rank's device, or on the host."""
+        self.everyone.broadcast(tensor, source, unit)
 
     def gather_whole(self, local: Tensor, layout: RowLayout, unit: str, sent_as: str = "float32") -> Tensor:
         """The whole tensor of which every rank has its rows `local`, in memory of its own; called by all ranks together.

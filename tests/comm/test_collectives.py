@@ -1,5 +1,6 @@
 """The exchanges between ranks: what they compute, what they count, and what they say when ranks do not agree."""
 
+import dataclasses
 import datetime
 import itertools
 import time
@@ -253,6 +254,30 @@ def _broadcast(source: int) -> tuple[Tensor, Tensor, int]:
     collectives.broadcast(scalar, source, "scalar")
     collectives.broadcast(torch.empty(0), source, "nothing")
     return strided, scalar, collectives.ledger.total("broadcast").bytes
+
+
+def _broadcast_beside_a_device() -> tuple[list[str], Tensor]:
+    """Which group carries a tensor of the host where rows live on a device."""
+    collectives = make_collectives("pairwise", ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
+    names = {id(collectives.axis.group): "rows", id(control := dist.new_group()): "control"}
+    collectives.axis = dataclasses.replace(collectives.axis, control_group=control, device=torch.device("meta"))
+    collectives.device = torch.device("meta")
+    used: list[str] = []
+    plain = dist.broadcast
+
+    def broadcast(tensor: Tensor, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        used.append(names[id(group)])
+        return plain(tensor, group=group, **kwargs)
+
+    value = torch.full((3,), float(dist.get_rank()))
+    with mock.patch.object(dist, "broadcast", broadcast):
+        collectives.broadcast(value, 1, "a note")
+    return used, value
+
+
+def test_what_lives_on_the_host_goes_over_the_control_group() -> None:
+    for used, value in run_ranks(_broadcast_beside_a_device, 2):
+        assert used == ["control"] and value.tolist() == [1.0] * 3
 
 
 def test_broadcast_copies_from_its_source_whatever_the_strides() -> None:
