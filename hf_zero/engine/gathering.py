@@ -212,28 +212,37 @@ class Gathering:
 
     def after_step(self, held: list[ZeroParameter]) -> None:
         """An optimizer that holds these parameters has stepped, on every rank."""
-        self._stepping = None
         self.num_steps += bool(held)
         self.on_rows_changed(p for p in held if p.param.requires_grad or p.param.grad is not None)
+        self._stepping = None
         if held:
             self.drop()  # also units without anything that has changed
 
     def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
-        """These parameters have new rows, on every rank: whole tensors are gathered again."""
-        chosen = set(map(id, changed))
-        if chosen:
+        """These parameters have new rows, on every rank: whole tensors are gathered again.
+
+        Should this break off, the next use of the model does it again.
+        """
+        told = dict.fromkeys(changed)
+        if told:
             self.let_go()
-        self._edited = {p: None for p in self._edited if id(p) not in chosen}
-        for unit in map(self.units.__getitem__, first_uses(self.reductions)):
-            members = [p for p in unit.parameters if id(p) in chosen]
-            if members:
-                unit.changed(members)
+        self._edited.update(told)
+        units = {
+            unit: members
+            for unit in map(self.units.__getitem__, first_uses(self.reductions))
+            if (members := [p for p in unit.parameters if p in told])
+        }
+        for unit in units:
+            unit.epoch += 1  # of all, before anything that can fail
+        for unit, members in units.items():
+            unit.changed(members)
+        self._edited = {p: None for p in self._edited if p not in told}
 
     def flush_edits(self) -> None:
         """Let what was edited by hand be gathered again."""
         if self._stepping is not None and not is_method_running(self._stepping):
-            self._stepping = None
             self._edited.update(dict.fromkeys(self._parameters))  # a step that raised may have changed any of them
+            self._stepping = None
         if self._edited:
             self.on_rows_changed(list(self._edited))
 

@@ -244,6 +244,7 @@ class Unit:
             only: parameters of this unit whose rows have changed; by default all, or those that have in shared memory.
         """
         self._wait()
+        self._arriving = -1  # whatever broke off
         if not self.keeps_whole and not self.is_shared:  # also where it is held: nothing happens then
             self._memory.take(self._storage, self.buffer_nbytes)
         if not self._slots:
@@ -263,10 +264,10 @@ class Unit:
             _fill_own_rows(chosen)
             if self._world.config.offload.is_anything:
                 _release_rows(chosen)
-            self._arriving = self.epoch
             sent_as = self._world.config.wire.gather
             if items:
                 self._pending.append(wire.gather(self._world.collectives, items, self.name, sent_as))
+                self._arriving = self.epoch
         self.residency = Residency.GATHERING
 
     @torch.inference_mode(False)
@@ -345,11 +346,10 @@ class Unit:
         return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name, sent_as)
 
     def changed(self, parameters: Iterable[ZeroParameter]) -> None:
-        """`parameters` of this unit have new rows on every rank: whole tensors made before are old.
+        """`parameters` of this unit have new rows on every rank, and `epoch` is a new one: whole tensors made before are old.
 
         Units that stay whole start to gather the new rows at once; the next use waits for them.
         """
-        self.epoch += 1
         self.is_kept = False
         if self.keeps_whole:
             self.start_gather(parameters)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import hf_zero as zero
 from hf_zero.comm import wire
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.summary import model_states
+from hf_zero.engine.unit import Unit
 from tests.models import CASES, make_model
 from tests.ranks import on_ranks, run_ranks
 
@@ -198,6 +201,37 @@ def test_second_copy_keeps_the_bits_and_gathers_within_the_host(exchange: str, f
         assert losses == before and none == 0 < near
         assert far < 0.65 * all_of_it  # the embedding is gathered once a step anyway
         assert far + near == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["changed", "gather"])
+@on_ranks(4)
+def test_second_copy_is_not_made_of_what_broke_off(name: str) -> None:
+    """Every unit's news, and every start of a gather, is interrupted once, on all ranks alike."""
+    where: Any = {"changed": Unit, "gather": wire}[name]
+    torch.manual_seed(0)
+    model = Small()
+    plain = copy.deepcopy(model)
+    zero.shard_model(
+        model, {"stage": 3, "collectives": "pairwise", "wire": {"secondary": 2}, "units": {"min_numel": 1}}
+    )
+    x, original = torch.randn(4, 64), getattr(where, name)
+    with torch.no_grad():
+        for at in range(6):
+            assert float(model(x)) == float(plain(x))
+            for each in (model, plain):
+                for param in each.parameters():
+                    param.mul_(1.1)
+            calls = itertools.count()
+
+            def interrupted(*args: Any, calls: Any = calls, at: int = at) -> Any:
+                if next(calls) == at:
+                    raise KeyboardInterrupt
+                return original(*args)
+
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(where, name, interrupted)
+                model(x)
+            assert float(model(x)) == float(plain(x))
 
 
 def test_second_copy_that_does_not_divide_the_ranks_is_an_error() -> None:
