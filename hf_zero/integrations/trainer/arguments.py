@@ -249,7 +249,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         wait_for(engine.world)
         if self._start is not None:
             measured = Measured.since(self._start, engine, getattr(optimizer, "state", {}), state.global_step)
-            sys.stderr.write(summary_after(engine, measured) + "\n")
+            sys.stderr.write(f"\n{summary_after(engine, measured)}\n")  # below the progress bar
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
