@@ -142,7 +142,10 @@ class StagedCheckpoint:
         by_rank = self._world.collect(own, "files of a checkpoint")
         with self._agreed(self._world, WRITING_S):
             for name, content in itertools.chain.from_iterable(found.items() for found in by_rank):
-                disk.write_file(self.folder / name, content)
+                path = self.folder / name
+                if not path.exists():  # what rank 0 has written itself stays
+                    path.parent.mkdir(exist_ok=True)
+                    disk.write_file(path, content)
         if not sees[self._world.rank]:
             shutil.rmtree(self.outer, ignore_errors=True)  # another rank of this host may be at it, too
 

@@ -293,15 +293,14 @@ class LoadedState:
         optimizer = _inner(self._optimizer)
         owned = owned_by(optimizer)
         infos = {tensor.name: tensor for tensor in self.file.tensors}
-        places = rooms_on_disk(
-            optimizer, self._offloadable(infos, by_name)
-        )  # before anything changes: there may be none
+        # Before anything changes: there may be no room.
+        places = rooms_on_disk(optimizer, self._offloadable(infos, by_name))
         optimizer.state.clear()
         sources: dict[str, Source] = {}
         for group, saved in zip(optimizer.param_groups, self._content["groups"], strict=True):
-            on_device = bool(group.get("fused") or group.get("capturable"))
             for key, value in saved["options"].items():
                 group[key] = from_json(value, torch.device("cpu"), {}, type(optimizer))
+            on_device = bool(group.get("fused") or group.get("capturable"))  # as saved
             for name in saved["params"]:
                 param, numbers = by_name[name], self._content["numbers"].get(name, {})
                 owners = owned.get(id(param))

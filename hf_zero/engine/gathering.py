@@ -99,10 +99,8 @@ class Gathering:
 
     def _prefetch(self, coming: Iterable[int]) -> None:
         budget = self._world.config.prefetch_bytes
-        ahead, has_one = (
-            0,
-            False,
-        )  # one unit at least, whatever its size: else nothing would arrive while others compute
+        ahead = 0
+        has_one = False  # one unit at least, whatever its size: else nothing would arrive while others compute
         for index in coming:
             unit = self.units[index]
             if unit.keeps_whole or unit.is_leased:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,9 +55,8 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         own = p.layout.local_numel(p.rank)
         stays_whole = not policy.shards_parameters or id(p) in shared
         has_copy = bool(engine.units) and stays_whole and (p.is_sharded or _casts(p))
-        shares = (
-            p.is_sharded and not _casts(p) and world.config.wire.gather == "float32"
-        )  # the rows lie inside the whole copy
+        # Where this holds, the rows lie inside the whole copy.
+        shares = p.is_sharded and not _casts(p) and world.config.wire.gather == "float32"
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
         parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
         if p.is_sharded and not stays_whole:
@@ -250,6 +248,8 @@ def _held(state: Mapping[Any, Mapping[str, Any]]) -> int:
 
 
 def _peak_of_process() -> int:
+    import resource  # there is none on Windows
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 2**10
 

@@ -114,14 +114,14 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
                 on_disk, at_rest = on_disk + at_rest, 0
             parameters += at_rest
             parameters += whole // (ranks if shares and is_cut else 1) if has_copy else 0
-            gathered = wire.bytes_of(config.wire.gather, compute, layout, layout.chunk_numel) * (ranks - 1)
+            once = wire.bytes_of(config.wire.gather, compute, layout, layout.chunk_numel) * (ranks - 1)
             if is_cut and not stays_whole:
                 near, part = config.wire.secondary, whole // config.wire.secondary
                 parameters += part if near > 1 else 0
-                again = part * (near - 1) if near > 1 else gathered
-                in_replica += gathered + (again if unit.reads_in_backward else 0)
+                again = part * (near - 1) if near > 1 else once
+                in_replica += once + (again if unit.reads_in_backward else 0)
             elif is_cut and param.trains and not shares:
-                in_replica += gathered
+                in_replica += once
             if not param.trains:
                 continue
             states = OPTIMIZERS[setting.optimizer] * own * rest.itemsize
