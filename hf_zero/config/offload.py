@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,13 +68,7 @@ class Offload:
         Raises:
             ConfigError: the value is neither.
         """
-        if isinstance(value, Offload):
-            return value
-        if value is None or value == "none":
-            return cls()
-        if not isinstance(value, Mapping):
-            values.fail("offload", value, "is not understood; use none, or {optimizer: disk, path: /scratch}")
-        return cls(**values.block("offload", value, (field.name for field in dataclasses.fields(cls))))
+        return values.form(cls, "offload", value, "none", "{optimizer: disk, path: /scratch}")
 
     def to_value(self) -> Any:
         """The YAML form that `from_value` reads back."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from hf_zero.errors import ConfigError
+
+Form = TypeVar("Form")
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -111,6 +114,17 @@ def block(key: str, value: Mapping[Any, Any], names: Iterable[str]) -> Mapping[s
         if name not in known:
             fail(key, name, f"is not one of its keys; they are {', '.join(known)}")
     return value
+
+
+def form(kind: type[Form], key: str, value: object, nothing: str, example: str) -> Form:
+    """The block of keys that a YAML form describes: the block itself, the word `nothing` for its defaults, or a mapping."""
+    if isinstance(value, kind):
+        return value
+    if value is None or value == nothing:
+        return kind()
+    if not isinstance(value, Mapping):
+        fail(key, value, f"is not understood; use {nothing}, or {example}")
+    return kind(**block(key, value, inspect.signature(kind).parameters))
 
 
 def word(key: str, value: object, *, words: tuple[str, ...]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,13 +50,7 @@ class Wire:
         Raises:
             ConfigError: the value is neither.
         """
-        if isinstance(value, Wire):
-            return value
-        if value is None or value == "exact":
-            return cls()
-        if not isinstance(value, Mapping):
-            values.fail("wire", value, "is not understood; use exact, or {gather: bfloat16, reduce: bfloat16}")
-        return cls(**values.block("wire", value, (field.name for field in dataclasses.fields(cls))))
+        return values.form(cls, "wire", value, "exact", "{gather: bfloat16, reduce: bfloat16}")
 
     def to_value(self) -> Any:
         """The YAML form that `from_value` reads back."""
