@@ -99,6 +99,94 @@ class OwnerLayout(RowLayout):
         return (0, self.numel) if rank == self.owner else (0, 0)
 
 
+@dataclass(frozen=True)
+class TensorCut:
+    """How tensor parallelism cuts a tensor on one dim, before its rows are cut: as `Shard` and `_StridedShard` of `DTensor` do.
+
+    The dim is divided into groups (a fused gate and up projection has two), and each group over the ranks. A rank's
+    parts lie one after the other.
+
+    Attributes:
+        shape: the whole tensor's shape.
+        dim: that is cut.
+        num_ranks: of the tensor axis.
+        num_groups: that the dim is divided into first.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    num_ranks: int
+    num_groups: int = 1
+
+    @property
+    def divides(self) -> bool:
+        """Whether groups, and what the ranks hold of each, are equally long; several groups that are not have no order."""
+        return self.shape[self.dim] % (self.num_groups * self.num_ranks) == 0
+
+    def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Starts and ends, on the dim, of what `rank` holds, in the order in which it holds them."""
+        size = self.shape[self.dim]
+        width = -(-size // self.num_groups)
+        found = []
+        for first in range(0, size, max(width, 1)):
+            last = min(first + width, size)
+            chunk = -(-(last - first) // self.num_ranks)
+            start = min(first + rank * chunk, last)
+            found.append((start, min(start + chunk, last)))
+        return tuple(found)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what `rank` holds."""
+        held = sum(stop - start for start, stop in self.ranges(rank))
+        return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
+
+    def part_of(self, whole: Tensor, rank: int) -> Tensor:
+        """What `rank` holds of the whole tensor: a view where that is one range."""
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank)]
+        if len(parts) == 1:
+            return parts[0]
+        part = whole.new_empty(self.local_shape(rank))
+        at = 0
+        for each in parts:
+            part.narrow(self.dim, at, each.shape[self.dim]).copy_(each)
+            at += each.shape[self.dim]
+        return part
+
+    def put(self, whole: Tensor, part: Tensor, rank: int) -> None:
+        """Write what `rank` holds into the whole tensor."""
+        at = 0
+        for start, stop in self.ranges(rank):
+            whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
+            at += stop - start
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which elements of a parameter one rank holds: the rows that are its own of what tensor parallelism leaves it.
+
+    Attributes:
+        shape: the whole tensor's shape.
+        rows: how what the tensor axis leaves is cut by rows.
+        shard_rank: whose rows.
+        tensor: how the tensor axis cuts; None where each of its ranks has the whole.
+        tensor_rank: whose part.
+    """
+
+    shape: tuple[int, ...]
+    rows: RowLayout
+    shard_rank: int
+    tensor: TensorCut | None = None
+    tensor_rank: int = 0
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What the tensor axis leaves of `whole`, before rows are cut."""
+        return whole if self.tensor is None else self.tensor.part_of(whole, self.tensor_rank)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's elements of `whole`."""
+        return self.rows.rows_of(self.part_of(whole), self.shard_rank)
+
+
 def place(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Lay out blocks of `sizes_bytes` one after another, each aligned to 64 bytes.
 

@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_zero.layout import RowLayout, row_major
+from hf_zero.errors import PartitionError
+from hf_zero.layout import Cut, TensorCut, row_major
 
 _LEAVING_S = 0.1
 
@@ -28,11 +31,40 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def wrap_local(local: Tensor, layout: RowLayout, mesh: DeviceMesh) -> DTensor:
-    """A `DTensor` of `layout.shape` over this rank's rows `local`, without communication."""
-    placement = Shard(0) if layout.num_ranks > 1 else Replicate()
-    shape, stride = torch.Size(layout.shape), row_major(layout.shape)
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+def tensor_cut(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> TensorCut | None:
+    """How a placement of the tensor axis cuts a tensor; None where every rank has the whole.
+
+    Raises:
+        PartitionError: it is one that nobody here knows.
+    """
+    if isinstance(placement, _StridedShard):
+        return TensorCut(shape, placement.dim % len(shape), num_ranks, int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return TensorCut(shape, placement.dim % len(shape), num_ranks)
+    if not placement.is_replicate():
+        raise PartitionError(
+            f"a parameter of shape {shape} is {placement} over the tensor axis, which cannot be partitioned"
+        )
+    return None
+
+
+def wrap_local(local: Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
+    """A `DTensor` of `cut.shape` over this rank's elements `local`, without communication."""
+    placements: list[Placement] = [Shard(0) if cut.rows.num_ranks > 1 else Replicate()]
+    if mesh.ndim == 2:
+        tensor = cut.tensor
+        if tensor is None:
+            placements.append(Replicate())
+        elif tensor.num_groups > 1:
+            placements.append(_StridedShard(tensor.dim, split_factor=tensor.num_groups))
+        else:
+            placements.append(Shard(tensor.dim))
+        if (
+            tensor is not None and not tensor.dim and cut.rows.num_ranks > 1
+        ):  # rows of what the tensor axis has cut by rows
+            placements[0] = _StridedShard(0, split_factor=tensor.num_ranks * tensor.num_groups)
+    shape, stride = torch.Size(cut.shape), row_major(cut.shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
@@ -44,7 +76,10 @@ def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
 def wrap_partial(whole: Tensor, parameter: DTensor, averages: bool) -> DTensor:
     """A `DTensor` of the shape of `parameter`, whose value is the average (or sum) of all ranks' `whole`, not computed yet."""
     kind = "avg" if averages else "sum"
-    return DTensor.from_local(whole, parameter.device_mesh, [Partial(kind)], run_check=False)
+    mesh, along = parameter.device_mesh, parameter.placements[1:]
+    placements = [Partial(kind), *along]
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(whole, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -94,6 +129,11 @@ def agree_on_every_overflow() -> None:
     handlers[op] = for_each_placement
 
 
+def complete(tensor: Tensor) -> Tensor:
+    """What a functional collective gives, as an ordinary tensor, once its exchange is over; any other as it is."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:
     """Let the rows of `parameter` live in the memory of `local` (same shape and dtype)."""
     if isinstance(parameter, DTensor):
@@ -111,7 +151,7 @@ class replaced_by_whole:  # noqa: N801  (a context manager, used like a function
     def __enter__(self) -> None:
         self._before = (self._parameter._local_tensor, self._parameter._spec)
         mesh = self._parameter.device_mesh
-        spec = DTensor.from_local(self._whole, mesh, [Replicate()], run_check=False)._spec
+        spec = DTensor.from_local(self._whole, mesh, [Replicate()] * mesh.ndim, run_check=False)._spec
         self._parameter._local_tensor, self._parameter._spec = self._whole, spec
 
     def __exit__(self, *_: object) -> None:

@@ -308,7 +308,43 @@ PEFT = [
     ),
 ]
 
+
+def tensor_axis_seams() -> list[Seam]:
+    from accelerate.parallelism_config import ParallelismConfig
+    from transformers import modeling_layers
+    from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce as GatedNorms
+
+    return [
+        Seam(torch.distributed.device_mesh.DeviceMesh, "_flatten", "", "norms over both axes are one exchange"),
+        Seam(torch.distributed.tensor.placement_types, "_StridedShard", "split_factor", "rows of what is cut by rows"),
+        Seam(
+            torch.utils.checkpoint, "_CheckpointFrame", "_make_saved_tensor(arg, is_output=False)", "inputs pass hooks"
+        ),
+        Seam(modeling_layers.GradientCheckpointingLayer, "__init_subclass__", "self._gradient_checkpointing_func(", ""),
+        Seam(ParallelismConfig, "_validate_accelerator", "self.total_size != accelerator.num_processes", "on CPUs too"),
+        Seam(accelerate.Accelerator, "_prepare_tp", "_get_tensor_address", "not ours: empty rows have no address"),
+        Seam(accelerate.Accelerator, "prepare", "args = self._prepare_tp(*args)", "nothing is left to prepare"),
+        Seam(PreTrainedModel, "from_pretrained", "cls.prepare_distribute_model(", "it is given the axes"),
+        Seam(
+            PreTrainedModel,
+            "from_pretrained",
+            "cls.maybe_distribute_model(model, distributed_config, mesh_manager)",
+            "",
+        ),
+        Seam(PreTrainedModel, "save_pretrained", 'getattr(self.config, "distributed_config", None)', "alone"),
+        Seam(DistributedMixin, "maybe_distribute_model", "apply_fully_sharded_data_parallelism(", "left out"),
+        Seam(DistributedMixin, "maybe_distribute_model", 'model, mesh_manager.get_mesh("tp"), tp_plan', "_Meshes"),
+        Seam(
+            GatedNorms, "install_forward", "dist.all_reduce(param.grad, group=mesh.get_group())", "summed in the graph"
+        ),
+        Seam(Trainer, "_build_accelerator_args", 'getattr(self.model, "tp_size", None)', "the Trainer's axes"),
+        Seam(Trainer, "get_tp_size", "_tp_size", "samples a step"),
+    ]
+
+
 SEAMS = [*TORCH, *QUANTISED, *LOADING, *TRAINER, *ACCELERATE, *PEFT]
+if compare_versions("transformers", ">=", "5.23"):
+    SEAMS += tensor_axis_seams()
 
 
 def source_of(seam: Seam) -> str:

@@ -24,7 +24,7 @@ from hf_zero.bench.processes import Sample, measure, options, report
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import background_of, wait_for
 from hf_zero.checkpoint.commit import StagedCheckpoint, verify
-from hf_zero.checkpoint.cooperative import read_files
+from hf_zero.checkpoint.cooperative import read_plan
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.model_state import read_model, write_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture
@@ -120,7 +120,7 @@ class HfZero(Engine):
         verify(folder, self.world)
         read_model(self.model, folder, self.world)
         plan, sources = LoadedState(folder, "optimizer", self.optimizer, self.model).install()
-        read_files([file.name for file in plan.files], plan.pieces, sources, folder, self.world.shard_rank)
+        read_plan([file.name for file in plan.files], plan.pieces, sources, folder, self.world)
 
     def export(self, folder: Path) -> None:
         """Every rank writes its rows."""

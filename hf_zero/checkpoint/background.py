@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -51,7 +52,7 @@ class BackgroundSaves:
             if kept is None or kept.shape != rows.shape or kept.dtype != rows.dtype:
                 kept = self._kept[name] = torch.empty(rows.shape, dtype=rows.dtype)
             kept.copy_(rows)
-            copies[name] = Source(kept, source.layout)
+            copies[name] = replace(source, rows=kept)
         return copies
 
     def start(self, work: Callable[[World], None], after: Callable[[], None]) -> None:

@@ -15,10 +15,21 @@ import torch
 from hf_zero import torch_compat
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import WRITING_S
+from hf_zero.checkpoint.by_rows import empty_rows, from_rows, is_exchanged, to_rows
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece
-from hf_zero.checkpoint.tensor_file import Extent, Source, TensorFile, TensorInfo, read_layout, read_rows, write_rows
+from hf_zero.checkpoint.tensor_file import (
+    Extent,
+    Source,
+    TensorFile,
+    TensorInfo,
+    in_order,
+    read_layout,
+    read_rows,
+    write_parts,
+    write_rows,
+)
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
 from hf_zero.layout import OwnerLayout, RowLayout
@@ -72,6 +83,8 @@ def _write_all(
     with world.together(f"writing {folder}", CheckpointError, WRITING_S):
         if not is_shared:
             _write_streamed(extents, partial, plan, sources, folder, world)
+        elif world.is_first_replica and world.tensor.num_ranks > 1:
+            extents = _write_exchanged(partial, plan, sources, folder, world)
         elif world.is_first_replica:
             for name, file in partial.items():
                 extents[name] = write_rows(folder, file, plan.pieces, sources, world.shard_rank)
@@ -119,7 +132,49 @@ def _write_streamed(
         raise first
 
 
+def _write_exchanged(
+    partial: Mapping[str, TensorFile], plan: Plan, sources: Mapping[str, Source], folder: Path, world: World
+) -> Extents:
+    """The ranks that hold the model exchange one source after another for rows, and write these; see [Note: rows for files]."""
+    first: Exception | None = None
+    extents: Extents = {name: [] for name in partial}
+    parts = _by_source(plan.pieces, {name: file.tensors for name, file in partial.items()})
+    paths = {name: folder / file.name for name, file in partial.items()}
+    with contextlib.ExitStack() as stack:
+        opened = {name: stack.enter_context(disk.rows_file(path)) for name, path in paths.items()}
+        for source in sorted(parts):
+            given = sources[source]
+            rows = to_rows(given, source, world) if is_exchanged(given) else given
+            for name, tensor, pieces in parts[source] if first is None else ():
+                try:
+                    to = opened[name], paths[name], tensor, pieces
+                    write_parts(*to, {source: rows}, world.holders.rank, extents[name])
+                except Exception as error:  # raised at the end: the others go on exchanging
+                    first = first or error
+        if first is not None:
+            raise first
+    return {name: in_order(found) for name, found in extents.items()}
+
+
+def _by_source(
+    pieces: Mapping[str, Sequence[Piece]], tensors: Mapping[str, Sequence[TensorInfo]]
+) -> dict[str, list[tuple[str, TensorInfo, list[Piece]]]]:
+    """The tensors of files that have something of a source: by source, the file, the tensor and its pieces from there."""
+    found: dict[str, list[tuple[str, TensorInfo, list[Piece]]]] = {}
+    for name, infos in tensors.items():
+        for tensor in infos:
+            of: dict[str, list[Piece]] = {}
+            for piece in pieces[tensor.name]:
+                of.setdefault(piece.source, []).append(piece)
+            for source, own in of.items():
+                found.setdefault(source, []).append((name, tensor, own))
+    return found
+
+
 def _gather(source: Source, name: str, world: World) -> Source:
+    if source.cut is not None and is_exchanged(source):
+        whole = world.gather_parameter(torch_compat.local_of(source.rows), source.cut, name)
+        return Source(whole, RowLayout(source.cut.shape, 1))
     if source.layout.num_ranks == 1:
         return source
     if isinstance(source.layout, OwnerLayout):
@@ -163,6 +218,34 @@ def read_files(
     """Read this rank's rows of files into `sources`; `match` has already found that they fit."""
     for name in names:
         read_rows(folder, read_layout(folder / name), pieces, sources, rank)
+
+
+def read_plan(
+    names: Iterable[str],
+    pieces: Mapping[str, Sequence[Piece]],
+    sources: Mapping[str, Source],
+    folder: Path,
+    world: World,
+) -> None:
+    """Read what this rank holds of files, as `read_files`; called by all ranks together."""
+    if world.tensor.num_ranks == 1:
+        read_files(names, pieces, sources, folder, world.shard_rank)
+        return
+    files = {name: read_layout(folder / name) for name in names}
+    first: Exception | None = None
+    for source, parts in sorted(_by_source(pieces, {name: file.tensors for name, file in files.items()}).items()):
+        is_moved = is_exchanged(sources[source])
+        rows = empty_rows(sources[source], world) if is_moved else sources[source]
+        try:
+            for name, tensor, own in parts if first is None else ():
+                one = replace(files[name], tensors=(tensor,))
+                read_rows(folder, one, {tensor.name: own}, {source: rows}, world.holders.rank)
+        except Exception as error:  # raised at the end: the others go on exchanging
+            first = error
+        if is_moved:
+            from_rows(rows, sources[source], source, world)
+    if first is not None:
+        raise first
 
 
 def match(plan: Plan, folder: Path, names: Iterable[str]) -> list[str]:

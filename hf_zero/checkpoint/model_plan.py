@@ -55,7 +55,9 @@ def model_sources(model: nn.Module) -> dict[str, Source]:
 def source_of(value: Tensor) -> Source:
     """This rank's part of one tensor."""
     if isinstance(value, DTensor):
-        return Source(torch_compat.local_of(value), world_that_cut(value).layout_of(value))
+        world = world_that_cut(value)
+        cut = world.cut_of(value)
+        return Source(torch_compat.local_of(value), cut.rows, cut if world.tensor.num_ranks > 1 else None)
     return Source(value.detach(), RowLayout(tuple(value.shape), 1))
 
 
@@ -98,7 +100,7 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
     # Tensors that share a storage go to one file, but huggingface_hub cannot tell the storages of meta tensors apart.
     storages = _replaced(_torch, "get_torch_storage_id", _storage_of)
     no_bar = _replaced(modeling_utils.logging, "tqdm", lambda files, **_: files)
-    with _replaced(modeling_utils, "safe_save_file", record), storages, no_bar, tracer:
+    with _replaced(modeling_utils, "safe_save_file", record), storages, no_bar, alone(model), tracer:
         type(model).save_pretrained(model, folder, state_dict=whole, **options)  # type: ignore[attr-defined]
     plan = Plan()
     for name, (tensors, metadata) in written.items():
@@ -111,6 +113,17 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
         infos = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
         plan += Plan((layout_file(name, infos, metadata),), pieces)
     return plan
+
+
+@contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """Within: `save_pretrained` of a model whose layers are shared over a tensor axis waits for no other rank."""
+    config = getattr(model, "config", None)
+    if getattr(config, "distributed_config", None) is None:
+        yield
+        return
+    with _replaced(config, "distributed_config", None):
+        yield
 
 
 @contextmanager

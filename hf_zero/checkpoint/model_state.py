@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.commit import staged_in
-from hf_zero.checkpoint.cooperative import match, read_files, write_plan
+from hf_zero.checkpoint.cooperative import match, read_plan, write_plan
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import NotMovedError, Plan, model_sources, plan_model, uncovered
 from hf_zero.engine.engine import engine_of
@@ -68,7 +68,7 @@ def read_model(model: nn.Module, folder: Path, world: World) -> None:
     plan, names = world.from_first(lambda: _plan_reading(model, folder), what, CheckpointError)
     sources = model_sources(model)
     with world.together(what, CheckpointError), torch.no_grad():
-        read_files(names, plan.pieces, sources, folder, world.shard_rank)
+        read_plan(names, plan.pieces, sources, folder, world)
     engine = engine_of(model)
     if engine is not None:
         engine.mark_dirty()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -337,12 +337,11 @@ class LoadedState:
         info: TensorInfo, param: Tensor, owners: Owners | None, sources: dict[str, Source], place: Place | None = None
     ) -> Tensor:
         """Memory for this rank's part of a tensor in the file; `place`: on a disk."""
-        if place is not None:
-            layout, rows = source_of(param).layout, place.tensor
-        elif owners is None and info.shape == tuple(param.shape):
-            layout = source_of(param).layout
-            rows = torch.empty_like(torch_compat.local_of(param), dtype=info.dtype)
-        elif owners is None:
+        if place is not None or (owners is None and info.shape == tuple(param.shape)):
+            rows = torch.empty_like(torch_compat.local_of(param), dtype=info.dtype) if place is None else place.tensor
+            sources[info.name] = replace(source_of(param), rows=rows)
+            return rows
+        if owners is None:
             layout, rows = RowLayout(info.shape, 1), torch.empty(info.shape, dtype=info.dtype, device=param.device)
         else:
             layout = owners.layout_of(param, info.shape)

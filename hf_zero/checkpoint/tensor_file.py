@@ -21,7 +21,7 @@ from hf_zero import torch_compat
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.pieces import Piece
 from hf_zero.errors import CheckpointError
-from hf_zero.layout import RowLayout
+from hf_zero.layout import Cut, RowLayout
 
 CHUNK_BYTES = 8 * 2**20  # of rows that are converted, checksummed and written at once
 _DTYPES = {
@@ -105,10 +105,12 @@ class Source:
     Attributes:
         rows: this rank's rows.
         layout: how the whole is cut; over one rank, if every rank holds it whole.
+        cut: given where a tensor axis cuts it first, or could; see [Note: rows for files].
     """
 
     rows: Tensor
     layout: RowLayout
+    cut: Cut | None = None
 
 
 def layout_file(name: str, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> TensorFile:
@@ -189,13 +191,31 @@ def write_rows(
     path, extents = folder / file.name, list[Extent]()
     with disk.rows_file(path) as fd:
         for tensor in file.tensors:
-            for part, view in _own_parts(pieces[tensor.name], sources, rank, writes=True):
-                for at, values in _runs(part, view, tensor.dtype.itemsize):
-                    data = _bytes_of(values.to(tensor.dtype))
-                    offset = tensor.offset + at * tensor.dtype.itemsize
-                    disk.write_at(fd, path, data, offset)
-                    _add(extents, Extent(offset, len(data), zlib.crc32(data)), data)
+            write_parts(fd, path, tensor, pieces[tensor.name], sources, rank, extents)
+    return in_order(extents)
+
+
+def in_order(extents: list[Extent]) -> list[Extent]:
+    """Extents in the order of the file."""
     return sorted(extents, key=lambda extent: extent.offset)
+
+
+def write_parts(
+    fd: int,
+    path: Path,
+    tensor: TensorInfo,
+    pieces: Sequence[Piece],
+    sources: Mapping[str, Source],
+    rank: int,
+    extents: list[Extent],
+) -> None:
+    """Write this rank's part of some pieces of one tensor, and add it to `extents`; see `write_rows`."""
+    for part, view in _own_parts(pieces, sources, rank, writes=True):
+        for at, values in _runs(part, view, tensor.dtype.itemsize):
+            data = _bytes_of(values.to(tensor.dtype))
+            offset = tensor.offset + at * tensor.dtype.itemsize
+            disk.write_at(fd, path, data, offset)
+            _add(extents, Extent(offset, len(data), zlib.crc32(data)), data)
 
 
 def _add(extents: list[Extent], new: Extent, data: memoryview) -> None:

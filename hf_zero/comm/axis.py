@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_zero import torch_compat
 from hf_zero.comm.ledger import Ledger
-from hf_zero.errors import UsageError
+from hf_zero.errors import ConfigError, UsageError
 
+SHARD_AXIS, TENSOR_AXIS = "fsdp", "tp"  # transformers' names of the axes of its mesh
 _CONNECT_S = 60.0
 
 
@@ -72,28 +73,59 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def ranks_of(mesh: DeviceMesh | None) -> list[list[int]]:
-    """The ranks of a mesh, by replica: each row holds all parameters once.
+Cell = tuple[int, ...]
+"""Ranks that hold one shard together, each the part of it that the tensor axis gives to that rank."""
+
+
+def cells_of(mesh: DeviceMesh | None, tensor_size: int) -> list[list[Cell]]:
+    """The ranks of a mesh: by replica, which holds all parameters once; by shard; and along the tensor axis.
 
     Args:
         mesh: one axis, over which parameters are cut; or two, of which the first repeats what the second cuts, as
-            `fully_shard` takes them. None: all ranks of the program in one row.
+            `fully_shard` takes them. A further last axis named "tp" is the tensor axis. None: all ranks of the program.
+        tensor_size: ranks of the tensor axis; 1: as the mesh says.
 
     Raises:
+        ConfigError: the tensor axis does not fit the ranks, or the mesh.
         UsageError: the mesh has more axes, or this process is not in it.
     """
     if mesh is None:
-        return [list(range(1 if default_group() is None else dist.get_world_size()))]
-    if mesh.ndim > 2:
+        count = 1 if default_group() is None else dist.get_world_size()
+        if count % tensor_size:
+            raise ConfigError(
+                f"tp_size is {tensor_size}, but {count} {'process runs' if count == 1 else 'processes run'}: it must divide "
+                "their number"
+            )
+        return [[tuple(range(first, first + tensor_size)) for first in range(0, count, tensor_size)]]
+    has_tensor_axis = (mesh.mesh_dim_names or ("",))[-1] == TENSOR_AXIS
+    if mesh.ndim - has_tensor_axis not in (1, 2):
         raise UsageError(
             f"the mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: give the one over which parameters are cut, or two, "
-            "the first for replicas (`mesh['replicate', 'shard']`)"
+            "the first for replicas (`mesh['replicate', 'shard']`); a last one named 'tp' is for tensor parallelism"
         )
-    rows = mesh.mesh.tolist()
-    rows = rows if mesh.ndim == 2 else [rows]
-    if not any(dist.get_rank() in row for row in rows):
+    ranks = mesh.mesh if has_tensor_axis else mesh.mesh.unsqueeze(-1)
+    if tensor_size not in (1, ranks.shape[-1]):
+        raise ConfigError(f"tp_size is {tensor_size}, but the mesh has {ranks.shape[-1]} ranks on its last axis, 'tp'")
+    rows = ranks.reshape(-1, *ranks.shape[-2:]).tolist()
+    if not any(dist.get_rank() in cell for row in rows for cell in row):
         raise UsageError(f"rank {dist.get_rank()} is not in the mesh over ranks {rows}: only its ranks call this")
-    return [sorted(map(int, row)) for row in rows]  # as torch numbers them within a group
+    # In the order in which torch numbers ranks within a group.
+    return [sorted(tuple(sorted(map(int, cell))) for cell in row) for row in rows]
+
+
+def grid_over(num_replicas: int, num_shards: int, tensor_size: int, device_type: str) -> DeviceMesh:
+    """All ranks of the program as transformers arranges them: pipeline stages, replicas, shards, tensor axis.
+
+    Made once: torch's caches take equal meshes for one another, so their groups must be the same.
+    """
+    known, shape = _Program.now().grids, (1, num_replicas, num_shards, tensor_size)
+    if (shape, device_type) not in known:
+        names = ("pp", "dp_replicate", SHARD_AXIS, TENSOR_AXIS)
+        grid = known[shape, device_type] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        grid[
+            SHARD_AXIS, TENSOR_AXIS
+        ]._flatten()  # so that norms over both axes are one exchange, of the same bits everywhere
+    return known[shape, device_type]
 
 
 class _Program:
@@ -102,12 +134,14 @@ class _Program:
     Attributes:
         numbers: of groups by ranks: these ranks make them together, so they count alike.
         meshes: by ranks and type of device.
+        grids: by sizes and type of device.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group)
         self.numbers: dict[tuple[int, ...], Iterator[int]] = {}
         self.meshes: dict[tuple[tuple[int, ...], str], DeviceMesh] = {}
+        self.grids: dict[tuple[tuple[int, ...], str], DeviceMesh] = {}
 
     @staticmethod
     def now() -> _Program:

@@ -40,6 +40,10 @@ class Ledger:
         entry.bytes += num_bytes
         return entry
 
+    def along(self, axis: str) -> Ledger:
+        """A ledger that counts here, with the name of an axis after each kind: "gather (tensor axis)"."""
+        return _Along(self, axis)
+
     def total(self, kind: str | None = None) -> Entry:
         """The sum over all units of `kind` (of everything when `kind` is None)."""
         chosen = [entry for (entry_kind, _), entry in self.entries.items() if kind in (None, entry_kind)]
@@ -64,3 +68,15 @@ class Ledger:
             sums = self.total(kind)
             rows.append((kind, sums.calls, f"{sums.bytes / 2**20:.2f}", f"{sums.seconds:.3f}"))
         return aligned(rows, "<>")
+
+
+class _Along(Ledger):
+    """See `Ledger.along`."""
+
+    def __init__(self, ledger: Ledger, axis: str) -> None:
+        super().__init__(ledger.entries)
+        self._axis = axis
+
+    def add(self, kind: str, unit: str, num_bytes: int) -> Entry:
+        """See `Ledger.add`."""
+        return super().add(f"{kind} ({self._axis})", unit, num_bytes)

@@ -20,6 +20,8 @@ from typing import Any
 from hf_zero.config.deepspeed_offload import translate_offload
 from hf_zero.config.deepspeed_reader import ABSENT, FROM_TRAINER, SHORT, ImportRow, Reader
 from hf_zero.config.deepspeed_rules import (
+    ACTIVATION_RULES,
+    ACTIVATION_TRANSLATED,
     BF16_RULES,
     SHARDED_ONLY,
     TOP_KEYS,
@@ -70,6 +72,8 @@ def translate(mapping: Mapping[Any, Any], source: str) -> Translation:
     reader.refuse_unknown("", mapping, TOP_KEYS)
     present = {key: value for key, value in mapping.items() if value is not None or key in TOP_RULES}
     _translate_precision(reader, present)
+    _translate_activations(reader, present)
+    _translate_tensor_parallel(reader, present)
     _translate_zero(reader, present)
     translate_batch(reader, present)
     _translate_gradients(reader, present)
@@ -112,6 +116,35 @@ def _translate_precision(reader: Reader, top: Mapping[Any, Any]) -> None:
         reader.training["bf16"] = enabled
         reader.row(f"{name}.enabled", enabled, f"compute_dtype={dtype}, bf16={enabled}")
     reader.judge(f"{name}.", block, BF16_RULES)
+
+
+def _translate_activations(reader: Reader, top: Mapping[Any, Any]) -> None:
+    prefix = "activation_checkpointing"
+    if top.get(prefix) is None:
+        return
+    block = reader.block(prefix, top[prefix])
+    reader.refuse_unknown(f"{prefix}.", block, (*ACTIVATION_RULES, *ACTIVATION_TRANSLATED))
+    ours = {"partition_activations": "partition", "cpu_checkpointing": "offload"}
+    asked = {ours[name]: reader.flag(f"{prefix}.{name}", block[name]) for name in ours if block.get(name) is not None}
+    for name in (name for name in ours if name in block):
+        note = f"activations.{ours[name]}={asked.get(ours[name], False)}"
+        reader.row(f"{prefix}.{name}", block[name], f"{note}; for layers that gradient_checkpointing computes again")
+    if any(asked.values()):
+        reader.zero["activations"] = asked
+    reader.judge(f"{prefix}.", block, ACTIVATION_RULES)
+
+
+def _translate_tensor_parallel(reader: Reader, top: Mapping[Any, Any]) -> None:
+    key = "tensor_parallel"
+    if top.get(key) is None:
+        return
+    for name, value in reader.block(key, top[key]).items():
+        if name == "autotp_size":
+            size = max(reader.count(f"{key}.{name}", value), 1)
+            reader.zero["tp_size"] = size
+            reader.row(f"{key}.{name}", value, f"tp_size={size}, by the model's own plan")
+        else:
+            reader.row(f"{key}.{name}", value, "layers are shared by the model's own plan", "differs")
 
 
 def _translate_gradients(reader: Reader, top: Mapping[Any, Any]) -> None:

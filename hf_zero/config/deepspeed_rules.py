@@ -95,10 +95,17 @@ ZERO_TRANSLATED = (
     "zero_quantized_weights",
 )
 
+_SLABS = "parts of one shape lie side by side in memory that is made once; nothing to set"
+ACTIVATION_RULES = {
+    "contiguous_memory_optimization": _flag("kept", _SLABS),
+    "number_checkpoints": Rule("kept", _SLABS),
+    "profile": _flag("differs", _NO_REPORT),
+    "profile_backward": _flag("differs", _NO_REPORT),
+    "synchronize_checkpoint_boundary": _flag("kept", "ranks meet in each gather"),
+}
+ACTIVATION_TRANSLATED = ("cpu_checkpointing", "partition_activations")
+
 TOP_RULES = {
-    "activation_checkpointing": Rule(
-        "differs", "it only acts on models that call DeepSpeed's checkpoint(); use the Trainer's gradient_checkpointing"
-    ),
     "aio": Rule("kept", "threads read and write past the page cache; nothing to tune"),
     "amp": Rule("refused", "Apex is not supported; use bf16", (False, "auto"), "enabled"),
     "autotuning": Rule("differs", "nothing is tuned", (False,), "enabled"),
@@ -135,7 +142,6 @@ TOP_RULES = {
     "sparse_attention": Rule("refused", "it changes the model; remove it"),
     "sparse_gradients": _flag("differs", "gradients are exchanged dense"),
     "steps_per_print": Rule("differs", _TRAINER_LOGS),
-    "tensor_parallel": Rule("refused", "tensor parallelism is not supported; remove it", (0, 1), "autotp_size"),
     "tensorboard": Rule("differs", _TRAINER_LOGS, (False,), "enabled"),
     "timers": Rule("differs", _NO_REPORT),
     "torch_autocast": Rule("refused", 'use "bf16": {"enabled": true}', (False,), "enabled"),
@@ -148,6 +154,7 @@ TOP_RULES = {
     "zero_force_ds_cpu_optimizer": Rule("kept", _NO_OFFLOAD),
 }
 _TOP_TRANSLATED = (
+    "activation_checkpointing",
     "bf16",
     "bfloat16",
     "communication_data_type",
@@ -159,6 +166,7 @@ _TOP_TRANSLATED = (
     "gradient_clipping",
     "optimizer",
     "scheduler",
+    "tensor_parallel",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "zero_optimization",
@@ -221,4 +229,12 @@ SCHEDULER_RULES = {
     "warmup_min_lr": Rule("refused", _NO_WARMUP_START, (0, "auto")),
     "warmup_min_ratio": Rule("refused", _NO_WARMUP_START, (0, "auto")),
     "warmup_type": Rule("refused", 'the Trainer\'s warm-up is linear; set it to "linear"', ("linear",)),
+}
+
+OUR_NAMES = {
+    "reduce_bucket_size": "'bucket_bytes', in bytes",
+    "stage3_param_persistence_threshold": "'keep_whole_numel'",
+    "stage3_prefetch_bucket_size": "'prefetch_bytes', in bytes",
+    "communication_data_type": "'reduce_dtype'",
+    "use_multi_rank_bucket_allreduce": "'reduce_scatter', with true, false or to_owner",
 }

@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any, Literal
 
 from hf_zero.config import deepspeed, deepspeed_rules, files, values
+from hf_zero.config.activations import Activations
+from hf_zero.config.axes import DEGREES, take_degrees
 from hf_zero.config.deepspeed_reader import ImportRow
 from hf_zero.config.loss_scale import LossScale
 from hf_zero.config.offload import Offload
@@ -100,6 +102,8 @@ class ZeroConfig:
             only): True, False, the bytes that they may take, or "auto", half of what is free on the rank that has least.
         replicate: replicas of the model ("hybrid"): parameters are cut over the ranks of one replica only, so that rows never
             leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
+        tp_size: ranks next to each other that share every layer (tensor parallelism of transformers) and see the same batch;
+            what each of them holds is cut over the others. The model must have a plan for it.
         optimizer_on: what optimizers step on: "rows" of each rank, which is right for elementwise ones alone; "whole"
             parameters, each on the one rank that is its owner; "auto": rows for those known (or marked by
             `mark_elementwise`) to be elementwise, and whole parameters for all others.
@@ -107,6 +111,7 @@ class ZeroConfig:
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
         offload: what lives in host memory or on a disk between its uses; also accepts its YAML form.
         wire: formats in which parameters and gradients travel, if not as they are; also accepts its YAML form.
+        activations: what is kept of the inputs of checkpointed layers; also accepts its YAML form.
 
     Raises:
         ConfigError: a value is wrong, or two values contradict each other.
@@ -129,11 +134,13 @@ class ZeroConfig:
     reshard_after_forward: bool = True
     gather_for_generation: bool | int | Literal["auto"] = "auto"
     replicate: int = 1
+    tp_size: int = 1
     optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
     offload: Offload = Offload()
     wire: Wire = Wire()
+    activations: Activations = Activations()
 
     def __post_init__(self) -> None:
         for key, check in _CHECKS.items():
@@ -149,6 +156,10 @@ class ZeroConfig:
                 "replicate",
                 self.replicate,
                 f"has no effect in stage {self.stage}, where every rank is a replica; remove it, or use stage 1, 2 or 3",
+            )
+        if self.tp_size > 1 and not self.policy.shards_optimizer:
+            values.fail(
+                "tp_size", self.tp_size, "cannot be had in stage 0, which partitions nothing; use stage 1, 2 or 3"
             )
         if self.reduce_scatter is not True and not self.policy.shards_optimizer:
             values.fail(
@@ -246,7 +257,9 @@ class ZeroConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values that YAML and JSON can hold; `from_dict` gives the same config back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        forms = {key: getattr(self, key).to_value() for key in ("units", "loss_scale", "offload", "wire")}
+        forms = {
+            key: getattr(self, key).to_value() for key in ("units", "loss_scale", "offload", "wire", "activations")
+        }
         return values | forms | {"keep_fp32": list(self.keep_fp32)}
 
     def replace(self, **changes: Any) -> ZeroConfig:
@@ -339,27 +352,21 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "reshard_after_forward": values.boolean,
     "gather_for_generation": values.boolean_or_bytes,
     "replicate": partial(values.count, minimum=1),
+    "tp_size": partial(values.count, minimum=1),
     "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
     "offload": lambda key, value: Offload.from_value(value),
     "wire": lambda key, value: Wire.from_value(value),
-}
-
-_NAMES_FROM_DEEPSPEED = {
-    "reduce_bucket_size": "'bucket_bytes', in bytes",
-    "stage3_param_persistence_threshold": "'keep_whole_numel'",
-    "stage3_prefetch_bucket_size": "'prefetch_bytes', in bytes",
-    "communication_data_type": "'reduce_dtype'",
-    "use_multi_rank_bucket_allreduce": "'reduce_scatter', with true, false or to_owner",
+    "activations": lambda key, value: Activations.from_value(value),
 }
 
 
 def _unknown_key(key: object) -> str:
     if not isinstance(key, str):
         return f"key {values.shown(key)} is not a word; the keys are {', '.join(_CHECKS)}"
-    if key in _NAMES_FROM_DEEPSPEED:
-        return f"unknown key '{key}': that is DeepSpeed's name; here it is {_NAMES_FROM_DEEPSPEED[key]}"
+    if key in deepspeed_rules.OUR_NAMES:
+        return f"unknown key '{key}': that is DeepSpeed's name; here it is {deepspeed_rules.OUR_NAMES[key]}"
     if key in deepspeed_rules.TOP_KEYS:
         return f"unknown key '{key}': it belongs to the DeepSpeed format; use either that format or ours, not both"
     near = difflib.get_close_matches(key, _CHECKS, n=1)
@@ -376,7 +383,9 @@ def _from_mapping(mapping: object, source: str) -> tuple[ZeroConfig, DeepSpeedIm
         raise ConfigError(
             f"{source}: holds a {type(mapping).__name__}, not keys with values; write for example 'stage: 3'"
         )
-    if not any(key in mapping for key in _CHECKS) and any(key in mapping for key in deepspeed_rules.TOP_KEYS):
+    if not any(key in mapping for key in (*_CHECKS, *DEGREES)) and any(
+        key in mapping for key in deepspeed_rules.TOP_KEYS
+    ):
         translation = deepspeed.translate(mapping, source)
         config = _make(translation.zero, source)
         return config, DeepSpeedImport(config, dict(translation.training), translation.rows)
@@ -384,6 +393,7 @@ def _from_mapping(mapping: object, source: str) -> tuple[ZeroConfig, DeepSpeedIm
 
 
 def _make(mapping: Mapping[Any, Any], source: str) -> ZeroConfig:
+    mapping = take_degrees(mapping, source)
     for key in mapping:
         if not isinstance(key, str) or key not in _CHECKS:
             raise ConfigError(f"{source}: {_unknown_key(key)}")

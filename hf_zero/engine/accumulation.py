@@ -47,7 +47,7 @@ class Accumulation:
         self._follows_no_sync = follows_no_sync
         self._world = world
         # Stages 0 and 1 reduce once a step, and one use after the other makes this rank's own sum.
-        self._keeps_whole = world.num_ranks > 1 and not world.config.policy.shards_gradients
+        self._keeps_whole = world.data.num_ranks > 1 and not world.config.policy.shards_gradients
         self._hooked: dict[Unit, Found] = {}  # that wait for users' hooks, until all of them are there
         self._sums: dict[ZeroParameter, _Sum] = {}
         self._kept: dict[ZeroParameter, None] = {}
@@ -133,7 +133,7 @@ class Accumulation:
         if p.has_own_grad and p.param.grad is None and p.param.grad_dtype != p.param.dtype:
             p.param.grad_dtype = p.param.dtype
         p.has_own_grad = False
-        if not is_own and not (is_shared and (p.averages or self._world.rank == 0)):
+        if not is_own and not (is_shared and (p.averages or self._world.data.rank == 0)):
             return None if total is None else total.read()
         local = torch_compat.local_of(before)  # type: ignore[arg-type]
         if not is_own:
@@ -177,7 +177,7 @@ def _keep(p: ZeroParameter, total: _Sum, world: World) -> None:
         return
     own = total.own()
     if before is not None:  # reduced by an earlier backward: the mean over ranks gives it back
-        counts_once = world.is_first_replica if p.is_sharded else world.rank == 0
+        counts_once = world.is_first_replica if p.is_sharded else world.data.rank == 0
         factor = p.layout.num_ranks if p.averages else int(counts_once)
         p.layout.rows_of(own, p.rank).add_(torch_compat.local_of(before), alpha=factor)
     param.grad = None

@@ -109,7 +109,7 @@ class Backward:
         return self.session
 
     def _make_reducer(self) -> Reducer | None:
-        if self._world.num_ranks > 1 and not self._is_syncing and not self._world.config.policy.shards_gradients:
+        if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.config.policy.shards_gradients:
             return None
         trainable = {unit.index: unit for unit in self.gathering.units if unit.trainable()}
         return Reducer(trainable, self._world, self.gathering.reductions, self._ways, self.gathering.num_steps)
@@ -207,7 +207,9 @@ class Backward:
         call.check_not_outdated()
         session.has_gradients = True
         pairs = zip(call.parameters, gradients, strict=True)
-        add_up(call.gradients, {id(p): grad for p, grad in pairs if grad is not None and self._is_wanted(p)})
+        add_up(
+            call.gradients, {id(p): torch_compat.complete(g) for p, g in pairs if g is not None and self._is_wanted(p)}
+        )
         # A reentrant checkpoint inside the call runs a backward of its own: the rest of the call is still to come.
         if call not in session.open_calls or call.graph_task == torch_compat.graph_task():
             self._finish_call(call, session)
@@ -281,7 +283,7 @@ class PlainBackward(Backward):
 
     def watch(self) -> None:
         """Watch the parameters that are trainable now; torch refuses a hook on others, which may be thawed later."""
-        for p in self._parameters if self._world.num_ranks > 1 else ():
+        for p in self._parameters if self._world.data.num_ranks > 1 else ():
             if p.param.requires_grad and id(p) not in self._watched:
                 self._watched.add(id(p))
                 self._handles.append(_watch_gradient(p, self._on_gradient))

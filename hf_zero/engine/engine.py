@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import torch_compat
+from hf_zero.engine.activations import PartitionedActivations
 from hf_zero.engine.backward import Backward, PlainBackward
 from hf_zero.engine.call import Entry
 from hf_zero.engine.float32_modules import compute_in_float32, kept_parameters
 from hf_zero.engine.gathering import Gathering
-from hf_zero.engine.grouping import Found, find_parameters, group
+from hf_zero.engine.grouping import Found, find_parameters, group, roots_of, structure_of
 from hf_zero.engine.hooks import EntryHooks, Hook
 from hf_zero.engine.offloaded_parameters import offload_parameters
-from hf_zero.engine.parameter import ZeroParameter, at_rest_id
+from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.partitioned_tensor import forget_owner, set_owner
 from hf_zero.engine.quantised import as_shown, is_quantised
 from hf_zero.engine.reading import (
@@ -33,6 +34,7 @@ from hf_zero.engine.reading import (
     tensors_in,
 )
 from hf_zero.engine.state_dict import CutStateDict
+from hf_zero.engine.tensor_parallel import SameInputs, Seen
 from hf_zero.engine.unit import GatheredMemory, Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError, UsageError
@@ -58,6 +60,7 @@ class ZeroEngine:
         units: the sets of parameters gathered together, in the model's order; empty where nothing has to be gathered
             (stage 0 and world size 1 in one dtype), so that modules then run without hooks.
         kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
+        activations: keeps the inputs of checkpointed layers.
         memory: counts the bytes of gathered units.
         number: engines are numbered as they are made.
     """
@@ -80,6 +83,8 @@ class ZeroEngine:
             self._by_param = {id(p.param): p for p in self.parameters}
             offload_parameters(self.parameters, world)
             self.gathering = Gathering(world, self.parameters)
+            self.activations = PartitionedActivations(world, world.config.activations)
+            self._inputs = SameInputs(world)
             make_backward = PlainBackward if self._is_plain() else Backward
             self.backward = make_backward(world, self.parameters, self.gathering)
             self._build(model)
@@ -102,12 +107,13 @@ class ZeroEngine:
             compute_dtype=param.dtype if is_quantised(param) else world.precision.compute_for(made_in, keeps_float32),
             averages=world.config.gradient_reduction == "mean",
             aliases=found.names[1:],
+            seen=Seen.by(found.locations, param, world),
         )
 
     def _is_plain(self) -> bool:
         """Whether the modules can compute with the parameters as they are at rest."""
         is_plain = not self.world.partitions and all(p.compute_dtype == p.param.dtype for p in self.parameters)
-        return is_plain and (self.world.num_ranks == 1 or self.world.config.gradient_reduction == "mean")
+        return is_plain and (self.world.data.num_ranks == 1 or self.world.config.gradient_reduction == "mean")
 
     def _build(self, model: nn.Module) -> None:
         if isinstance(self.backward, PlainBackward):
@@ -116,14 +122,14 @@ class ZeroEngine:
             self._build_units(model)
             for p in self.parameters:
                 set_owner(p.param, self)
-        for module in _roots_of(model, set(self._hooks_of)):
+        for module in roots_of(model, set(self._hooks_of)):
             hook = Hook(self._enter_root, copied_as=self._copied_as if module is model else None)
             self._handles.insert(0, module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             self._handles.append(
                 module.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
             )
         self._handles += compute_in_float32(model, self.world.config)
-        self._structure = _structure_of(model)
+        self._structure = structure_of(model)
         self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         after_load = Hook(self._after_load)
@@ -231,7 +237,7 @@ class ZeroEngine:
             return None
         self.backward.recover()
         model = self._model()
-        if module is model and self._structure != _structure_of(module):
+        if module is model and self._structure != structure_of(module):
             if is_function_running("functional_call"):
                 self._roots.clear()
                 raise UsageError(
@@ -245,8 +251,11 @@ class ZeroEngine:
         self.gathering.drop()  # if the last forward had no backward, or failed on some ranks only
         self.gathering.flush_edits()
         self.gathering.refresh()
+        if self.activations.is_needed and torch.is_grad_enabled() and model is not None:
+            self.activations.begin_forward(model)
         if isinstance(self.backward, PlainBackward):
             self.backward.watch()
+        self._inputs.check(args, kwargs)
         kind = "forward" if torch.is_grad_enabled() else "inference"
         self.gathering.order.begin(kind if module is model else f"{kind} of {id(module)}")
         return None
@@ -282,7 +291,7 @@ class ZeroEngine:
         else:
             self.gathering.order.end()
         self.gathering.drop(but_kept=True)
-        if torch.is_grad_enabled() and (self.units or self.world.num_ranks > 1):
+        if torch.is_grad_enabled() and (self.units or self.world.data.num_ranks > 1):
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self.backward.on_root_gradient)  # type: ignore[no-untyped-call]
@@ -314,7 +323,7 @@ class ZeroEngine:
             self.gathering.begin_read()
             unit = self._unit_of[id(p)]
             whole = as_shown(param, unit.read_whole(p))
-            known = in_graph(self.backward, Read(p, unit), whole) if is_traced else whole
+            known = p.as_seen(in_graph(self.backward, Read(p, unit), whole) if is_traced else whole)
             self.gathering.reads[id(p), is_traced] = known
         return known
 
@@ -336,7 +345,8 @@ class ZeroEngine:
         """See `Owner.whole_at_rest`."""
         p = self._by_param[id(param)]
         read = Read(p, self._unit_of[id(p)])
-        return in_graph(self.backward, read, self.world.gather_whole(p.local, p.layout, "whole parameters"))
+        part = in_graph(self.backward, read, self.world.gather_whole(p.local, p.layout, "whole parameters"))
+        return part if p.seen is None else p.seen.whole_of(part)
 
     def name_of(self, param: Tensor) -> str:
         """See `Owner.name_of`."""
@@ -386,13 +396,3 @@ def number_of_engines() -> int:
 def live_engines() -> list[ZeroEngine]:
     """All engines of this process, in the order in which they were made: the same on every rank."""
     return sorted(_live_engines, key=lambda engine: engine.number)
-
-
-def _roots_of(model: nn.Module, entries: set[int]) -> list[nn.Module]:
-    """The model, and the modules in it that hold entries: a forward of any of them is one of the model."""
-    return [m for m in model.modules() if m is model or any(id(c) in entries for c in m.modules() if c is not m)]
-
-
-def _structure_of(model: nn.Module) -> list[list[int]]:
-    """Which parameters and modules every module of a model holds."""
-    return [[*map(at_rest_id, dict.values(m._parameters)), *map(id, m._modules.values())] for m in model.modules()]

@@ -20,7 +20,7 @@ from hf_zero.engine.parameter import put
 from hf_zero.engine.quantised import as_shown
 from hf_zero.engine.world import World, world_that_cut
 from hf_zero.errors import UsageError
-from hf_zero.layout import RowLayout
+from hf_zero.layout import Cut
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class _Gathered:
     """A parameter that is whole for a while."""
 
     param: nn.Parameter
-    layout: RowLayout
+    cut: Cut
     world: World
     whole: nn.Parameter
     before: Tensor | None  # what the modifier rank compares with
@@ -44,7 +44,7 @@ def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
     if not isinstance(param, DTensor):
         return param.detach().clone()
     world = world or world_that_cut(param)
-    return world.gather_whole(torch_compat.local_of(param), world.layout_of(param), "whole parameters")
+    return world.gather_parameter(torch_compat.local_of(param), world.cut_of(param), "whole parameters")
 
 
 def at_rest(param: nn.Parameter) -> nn.Parameter:
@@ -111,7 +111,7 @@ class GatheredParameters:
                 f"modifier_rank={self._modifier_rank}, but there are ranks 0 to {world.num_ranks - 1} only"
             )
         _check_not_in_use(param)
-        layout = world.layout_of(param)
+        cut = world.cut_of(param)
         whole = nn.Parameter(gather_whole(param), requires_grad=param.requires_grad)
         whole = cast(nn.Parameter, as_shown(param, whole))
         for key, value in vars(param).items():
@@ -119,7 +119,7 @@ class GatheredParameters:
                 setattr(whole, key, value)
         whole._zero_stands_for = param  # type: ignore[attr-defined]
         decides = self._modifier_rank is not None and world.rank == self._modifier_rank
-        self._gathered.append(_Gathered(param, layout, world, whole, whole.detach().clone() if decides else None))
+        self._gathered.append(_Gathered(param, cut, world, whole, whole.detach().clone() if decides else None))
         places = _places_of(param, world)
         put(places, whole)
         stack.callback(_put_back, places, whole, param)
@@ -142,7 +142,7 @@ class GatheredParameters:
         if item.whole.shape != item.param.shape:
             return False  # resized: it stays whole in its modules, and the old one is nobody's
         local = torch_compat.local_of(item.param)
-        rows = item.layout.rows_of(item.whole.detach(), item.world.shard_rank)
+        rows = item.cut.of(item.whole.detach())
         everyone = item.world.everyone
         if self._modifier_rank is None:
             is_changed = not _same_bits(rows, local)
@@ -151,6 +151,9 @@ class GatheredParameters:
         reports = everyone.agree([int(is_changed)], "the end of GatheredParameters")
         if self._modifier_rank is not None and reports[self._modifier_rank][0]:
             everyone.broadcast(item.whole.data, self._modifier_rank, "whole parameters")
+            rows = item.cut.of(
+                item.whole.detach()
+            )  # it is no view where the tensor axis cuts another dim than the rows
         if any(flag for (flag,) in reports) and not _same_bits(rows, local):
             local.copy_(rows)
         return any(flag for (flag,) in reports)

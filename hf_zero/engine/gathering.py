@@ -162,7 +162,7 @@ class Gathering:
                         each.start_gather()
                 self._held.append(unit.acquire())
                 for p, whole in zip(unit.parameters, unit.whole_tensors(), strict=True):
-                    p.push(self._held, as_shown(p.param, whole))
+                    p.push(self._held, p.as_seen(as_shown(p.param, whole)))
             yield
         finally:
             self.let_go()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_zero.config.zero_config import UnitGrouping
+from hf_zero.engine.parameter import at_rest_id
 from hf_zero.engine.quantised import can_be_cut, is_of_own_class
 from hf_zero.errors import ConfigError
 
@@ -237,3 +238,13 @@ def _numel(module: nn.Module) -> int:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def roots_of(model: nn.Module, entries: set[int]) -> list[nn.Module]:
+    """The model, and the modules in it that hold entries: a forward of any of them is one of the model."""
+    return [m for m in model.modules() if m is model or any(id(c) in entries for c in m.modules() if c is not m)]
+
+
+def structure_of(model: nn.Module) -> list[list[int]]:
+    """Which parameters and modules every module of a model holds."""
+    return [[*map(at_rest_id, dict.values(m._parameters)), *map(id, m._modules.values())] for m in model.modules()]

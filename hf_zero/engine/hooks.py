@@ -91,6 +91,7 @@ class EntryHooks:
                 unit.live_calls.add(call)
         else:
             tensors = call.whole_tensors()
+        tensors = [p.as_seen(tensor) for p, tensor in zip(call.parameters, tensors, strict=True)]
         entry.stack[-1] = (call, tensors)
         call.install(tensors, backward.make_whole)
         call.versions = [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]

@@ -207,6 +207,7 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping | None:
                 optimizer.register_state_dict_pre_hook(_refuse_part_of_state)
             logger.info("%s steps on whole parameters, each on one rank (optimizer_on)", type(optimizer).__name__)
     if stepping.owners is not None:
+        _refuse_owners_of_parts(optimizer, worlds.values())
         for world in dict.fromkeys(worlds.values()):
             cut = [p for p in _params_of(optimizer) if worlds.get(id(p)) is world and world.layout_of(p).num_ranks > 1]
             stepping.owners.setdefault(world, Owners(world)).spread(cut)
@@ -234,6 +235,14 @@ def _agreed(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World], key: 
             f"{sorted(values)}; use one of them, or an optimizer for each model"
         )
     return next(iter(values.values()))
+
+
+def _refuse_owners_of_parts(optimizer: torch.optim.Optimizer, worlds: Iterable[World]) -> None:
+    if any(world.tensor.num_ranks > 1 for world in worlds):
+        raise UsageError(
+            f"{type(optimizer).__name__} steps on whole parameters, each on one rank (optimizer_on), which no rank has with "
+            "tp_size: use an elementwise optimizer (AdamW, Lion, ...), mark_elementwise if it is one, or leave tp_size out"
+        )
 
 
 def _refuse_streaming(optimizer: torch.optim.Optimizer, on_rows: bool) -> None:

@@ -8,12 +8,13 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.param_hooks import take_hooks_along
 from hf_zero.engine.partitioned_tensor import PartitionedTensor
+from hf_zero.engine.tensor_parallel import Seen
+from hf_zero.engine.world import World
 from hf_zero.layout import RowLayout
 from hf_zero.offload.scratch import Place
 
@@ -32,6 +33,7 @@ class ZeroParameter:
         rank: this rank.
         compute_dtype: dtype of the whole tensor that modules see.
         averages: whether gradients are averaged over the ranks, or summed.
+        seen: how modules see what is gathered, if not as it is: see [Note: tensor axis].
     """
 
     name: str
@@ -41,6 +43,7 @@ class ZeroParameter:
     rank: int
     compute_dtype: torch.dtype
     averages: bool = True
+    seen: Seen | None = None
     aliases: list[str] = field(default_factory=list)
     has_own_grad: bool = False  # `param.grad` is what no backward has reduced yet, see `accumulation`
     has_master: bool = False  # rows that no module computes with, beside a whole copy in another dtype
@@ -48,6 +51,10 @@ class ZeroParameter:
 
     def __post_init__(self) -> None:
         self.dtype_at_rest = self.param.dtype
+
+    def as_seen(self, whole: Tensor) -> Tensor:
+        """What modules see of a gathered tensor, in its graph; made once a call."""
+        return whole if self.seen is None else self.seen.of(whole)
 
     @property
     def locations(self) -> list[tuple[nn.Module, str]]:
@@ -176,24 +183,23 @@ def put(locations: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
-def cut(param: nn.Parameter, layout: RowLayout, rank: int, dtype: torch.dtype, mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter that holds this rank's rows of `param` in memory of its own; attributes come along.
+def cut(param: nn.Parameter, world: World, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter that holds this rank's elements of `param` in memory of its own; attributes come along.
 
     Args:
-        param: the whole parameter; not changed.
-        layout: how to cut it.
-        rank: whose rows to keep.
+        param: the whole parameter, or a `DTensor` over the tensor axis; not changed.
+        world: the ranks.
         dtype: dtype at rest.
-        mesh: the ranks.
     """
-    rows = layout.rows_of(param.detach(), rank)
+    where = world.cut_of(param)
+    rows = where.rows.rows_of(torch_compat.local_of(param), where.shard_rank)
     local = rows.to(dtype) if rows.dtype != dtype else rows.clone()
-    return wrap(local, layout, mesh, param)
+    return wrap(local, world, param)
 
 
-def wrap(local: Tensor, layout: RowLayout, mesh: DeviceMesh, like: nn.Parameter) -> nn.Parameter:
-    """A parameter over the rows `local`, with the attributes and `requires_grad` of `like`."""
-    new = PartitionedTensor.over(local, layout, mesh).as_parameter(like.requires_grad)
+def wrap(local: Tensor, world: World, like: nn.Parameter) -> nn.Parameter:
+    """A parameter over this rank's elements `local`, with the attributes and `requires_grad` of `like`."""
+    new = PartitionedTensor.over(local, world.cut_of(like), world.mesh).as_parameter(like.requires_grad)
     if not isinstance(like, PartitionedTensor):  # it has them among its attributes
         take_hooks_along(like, new)
     for key, value in vars(like).items():

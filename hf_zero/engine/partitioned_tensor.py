@@ -32,9 +32,9 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero import torch_compat
 from hf_zero.engine.computed import with_mean_gradient
 from hf_zero.engine.param_hooks import register
-from hf_zero.engine.world import own_rows
+from hf_zero.engine.world import own_rows, world_that_cut
 from hf_zero.errors import UsageError
-from hf_zero.layout import RowLayout
+from hf_zero.layout import Cut
 
 
 class Owner(Protocol):
@@ -74,9 +74,9 @@ class PartitionedTensor(DTensor):
     _zero_is_copy: bool  # a view whose memory is not that of the rows
 
     @classmethod
-    def over(cls, local: Tensor, layout: RowLayout, mesh: Any) -> PartitionedTensor:
-        """A tensor of `layout.shape` of which this rank holds the rows `local`; no communication."""
-        return cls._like(torch_compat.wrap_local(local, layout, mesh))
+    def over(cls, local: Tensor, cut: Cut, mesh: Any) -> PartitionedTensor:
+        """A tensor of `cut.shape` of which this rank holds the elements `local`; no communication."""
+        return cls._like(torch_compat.wrap_local(local, cut, mesh))
 
     @classmethod
     def _like(cls, plain: DTensor) -> PartitionedTensor:
@@ -187,6 +187,9 @@ class PartitionedTensor(DTensor):
         owner, param = self._zero_owner, self._zero_param
         if owner is not None and param is self and torch.is_grad_enabled() and self.requires_grad:
             return owner.whole_at_rest(self)
+        if param is self and self.device_mesh.ndim > 1:  # torch knows no uneven rows of rows
+            world = world_that_cut(self)
+            return world.gather_parameter(self._local_tensor, world.cut_of(self), "whole parameters")
         whole = super().full_tensor(grad_placements=grad_placements)
         return (
             with_mean_gradient(self, whole)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameter import ZeroParameter
@@ -59,7 +60,7 @@ class ReadableParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         tensor = super().__getitem__(name)
-        if type(tensor) is Tensor or tensor is None:
+        if type(tensor) in (Tensor, DTensor) or tensor is None:
             return tensor  # put there by the engine, for a call
         reader = self._reader()
         return tensor if reader is None or reader.is_at_rest else _outside_compiled_graphs()(reader, tensor)

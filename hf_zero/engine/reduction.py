@@ -209,7 +209,7 @@ class Reducer:
         if sharded:
             exchanges.append(self._reduce_rows(sharded, outputs, unit.name))
         if summed:
-            exchanges.append(self.world.everyone.all_reduce(summed, unit.name))
+            exchanges.append(self.world.data.all_reduce(summed, unit.name))
         self._in_flight.append(_InFlight(unit.name, num_bytes, exchanges, results))
 
     def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
@@ -226,7 +226,7 @@ class Reducer:
 
     @property
     def _divisor(self) -> int:
-        return self.world.num_ranks if self.world.config.gradient_reduction == "mean" else 1
+        return self.world.data.num_ranks if self.world.config.gradient_reduction == "mean" else 1
 
     def _flat(self, p: ZeroParameter, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
         if grad is None:
@@ -356,8 +356,8 @@ class WholeReducer:
 
     def _average(self, gradients: list[Tensor]) -> None:
         flats = [grad if grad.is_contiguous() else grad.contiguous() for grad in gradients]
-        self.world.everyone.all_reduce([flat.view(-1) for flat in flats], "gradients").wait()
+        self.world.data.all_reduce([flat.view(-1) for flat in flats], "gradients").wait()
         for grad, flat in zip(gradients, flats, strict=True):
-            flat.div_(self.world.num_ranks)
+            flat.div_(self.world.data.num_ranks)
             if flat is not grad:
                 grad.copy_(flat)

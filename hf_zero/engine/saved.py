@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.unit import Unit
@@ -31,6 +32,7 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    seen_as: DTensor | None = None  # without memory: placed as the view is, over the tensor axis
 
 
 def _top() -> object:
@@ -66,17 +68,22 @@ class SavedWeights:
             torch_compat.pop_saved_tensor_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:
-        is_plain = tensor.layout is torch.strided and type(tensor) in _PLAIN
-        address = tensor.data_ptr() if is_plain else 0
+        seen = tensor if type(tensor) is DTensor else None
+        held = tensor if seen is None else torch_compat.local_of(seen)
+        is_plain = held.layout is torch.strided and type(held) in _PLAIN
+        address = held.data_ptr() if is_plain else 0
         for start, end, unit in self._ranges:
             if start <= address < end:
-                return _Place(unit, unit.epoch, address - start, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+                as_seen = None if seen is None else torch_compat.wrap_like(held.new_empty(0), seen)
+                facts = address - start, tuple(held.shape), held.stride(), held.dtype
+                return _Place(unit, unit.epoch, *facts, as_seen)
         return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is _Place:
             self._make_whole(packed.unit, packed.epoch)
-            return packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
+            view = packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
+            return view if packed.seen_as is None else torch_compat.wrap_like(view, packed.seen_as)
         saved: Tensor
         saved, version = packed  # a detached tensor counts its writes together with its source
         if saved._version != version:

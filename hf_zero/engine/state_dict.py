@@ -45,11 +45,11 @@ class CutStateDict:
             param = found.param
             if not isinstance(param, DTensor):
                 continue
-            layout = self._world.layout_of(param)
+            cut = self._world.cut_of(param)
             for name in found.names:
                 value = state_dict.get(prefix + name)
                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-                    rows = layout.rows_of(value.detach(), self._world.shard_rank)
+                    rows = cut.of(value.detach())
                     state_dict[prefix + name] = torch_compat.wrap_like(rows.to(self._world.device), param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutStateDict:

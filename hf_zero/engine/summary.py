@@ -34,6 +34,8 @@ class ModelStates:
         optimizer: two states a trainable parameter, as Adam has.
         largest_unit: the most that a single unit takes while it is whole.
         traffic: received in a step of one micro-batch; agreements and small change left out.
+        sharded: of the parameters, gradients and optimizer states, those of which a rank has its rows only.
+        reduced_rows: of a rank's rows of all gradients, as they travel.
     """
 
     parameters: int
@@ -41,13 +43,15 @@ class ModelStates:
     optimizer: int
     largest_unit: int
     traffic: int
+    sharded: int = 0
+    reduced_rows: int = 0
 
 
 def model_states(engine: ZeroEngine) -> ModelStates:
     """Compute the sizes from the layout; nothing is measured or allocated."""
     policy, world = engine.world.config.policy, engine.world
     num_sharing = world.collectives.num_sharing
-    parameters = gradients = optimizer = 0
+    parameters = gradients = optimizer = sharded = reduced_rows = 0
     gathered = reduced = 0.0
     shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
     gathered_twice = {id(p) for unit in engine.units if _is_gathered_twice(engine, unit) for p in unit.parameters}
@@ -71,15 +75,20 @@ def model_states(engine: ZeroEngine) -> ModelStates:
                 if num_sharing == 1
                 else p.whole_nbytes * (1 / num_sharing - 1 / world.num_shards)
             )
+        sharded += own * p.param.dtype.itemsize if p.is_sharded and not stays_whole else 0
         if not p.param.requires_grad:
             continue
+        if p.is_sharded:
+            reduced_rows += own * sent_dtype(p, world).itemsize
+            sharded += own * p.param.dtype.itemsize * (_ADAM_STATES + policy.shards_gradients)
         optimizer += _ADAM_STATES * own * p.param.dtype.itemsize
         grad_size = world.precision.reduce_for(p.compute_dtype).itemsize
-        whole_grads = not policy.shards_gradients and world.num_ranks > 1
+        whole_grads = not policy.shards_gradients and world.data.num_ranks > 1
         gradients += p.layout.numel * grad_size if whole_grads else own * p.param.dtype.itemsize
         reduced += _reduced_bytes(p, world)
     largest = max((unit.buffer_nbytes for unit in engine.units), default=0)
-    return ModelStates(parameters, gradients, optimizer, largest, round(reduced + gathered))
+    traffic = round(reduced + gathered)
+    return ModelStates(parameters, gradients, optimizer, largest, traffic, sharded, reduced_rows)
 
 
 def _gathered_bytes(p: ZeroParameter, world: World) -> int:
@@ -91,7 +100,7 @@ def _gathered_bytes(p: ZeroParameter, world: World) -> int:
 def _reduced_bytes(p: ZeroParameter, world: World) -> float:
     """What a rank receives to reduce a parameter's gradient once."""
     if not p.is_sharded:
-        return _all_reduced_bytes(p.layout.numel, p, world, world.num_ranks)
+        return _all_reduced_bytes(p.layout.numel, p, world, world.data.num_ranks)
     between = _all_reduced_bytes(p.local_numel, p, world, world.replicas.num_ranks)
     if world.config.reduce_scatter is False:
         return between + _all_reduced_bytes(p.layout.numel, p, world, world.num_shards)
@@ -125,8 +134,8 @@ def summary(engine: ZeroEngine) -> str:
     """At most 15 lines about a partitioned model, for rank 0 to show when training starts."""
     world, config = engine.world, engine.world.config
     states = model_states(engine)
-    total = sum(p.layout.numel for p in engine.parameters)
-    trainable = sum(p.layout.numel for p in engine.parameters if p.param.requires_grad)
+    total = sum(p.param.numel() for p in engine.parameters)
+    trainable = sum(p.param.numel() for p in engine.parameters if p.param.requires_grad)
     collectives = world.collectives
     exchange = "none (one process)" if world.num_ranks == 1 else f"{collectives.name} on {collectives.backend}"
     if 1 < collectives.num_sharing < collectives.num_ranks:
@@ -140,11 +149,8 @@ def summary(engine: ZeroEngine) -> str:
     units = (
         f"{len(engine.units)}" if engine.units else "none needed (every rank computes with its own whole parameters)"
     )
-    replicas = (
-        f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if world.replicas.num_ranks > 1 else ""
-    )
     rows = [
-        ("stage", f"{config.stage}, world size {world.num_ranks}" + replicas),
+        ("stage", f"{config.stage}, world size {world.num_ranks}" + _axes(world)),
         ("exchange", exchange),
         ("units", units),
         ("parameters", f"{total:,} ({trainable:,} trainable)"),
@@ -163,7 +169,46 @@ def summary(engine: ZeroEngine) -> str:
         rows.append(
             ("second copy", f"among {world.nearby.num_ranks} ranks of a host, for gathers of what has not changed")
         )
+    if engine.activations.is_needed:
+        rows.append(("activations", _kept_inputs(world)))
+    hybrid = _hybrid(states, world)
+    if hybrid:
+        rows.append(("between hosts", hybrid))
     return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
+
+
+def _axes(world: World) -> str:
+    """How the ranks are arranged, where they are not one row."""
+    if world.tensor.num_ranks == 1:
+        several = world.replicas.num_ranks > 1
+        return f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if several else ""
+    replicas = f"{world.replicas.num_ranks} replicas x " if world.replicas.num_ranks > 1 else ""
+    return f" ({replicas}{world.num_shards} shards x {world.tensor.num_ranks} (tensor axis))"
+
+
+def _kept_inputs(world: World) -> str:
+    kept = world.config.activations
+    part = f"1/{world.tensor.num_ranks} on each rank of the tensor axis" if kept.partition else "whole"
+    return f"inputs of checkpointed layers: {part}{', in host memory' if kept.offload else ''}"
+
+
+def _hybrid(states: ModelStates, world: World) -> str:
+    """What replicas, one a host, would save in traffic between hosts and cost in memory; "" where they cannot be had.
+
+    By formula: rows of `shards` ranks on `hosts` hosts, next to each other. Of what a rank gets from the others, as many
+    `shards`ths come from other hosts; with a replica a host it is the sum of its own rows, which are `hosts` times as many.
+    """
+    hosts, shards = world.num_hosts, world.num_shards
+    can_be_had = (
+        hosts > 1 and world.partitions and world.replicas.num_ranks == 1 and shards % hosts == 0 and shards > hosts
+    )
+    if not can_be_had:
+        return ""
+    now = states.traffic * (shards - shards / hosts) / (shards - 1)
+    then = 2 * states.reduced_rows * hosts * (hosts - 1) / hosts
+    more = (hosts - 1) * states.sharded
+    saved = f"with replicate: {hosts}, {_mib(round(then))} and {_mib(more)} more memory a rank"
+    return f"{_mib(round(now))} a rank and step; {saved}"
 
 
 @dataclass(frozen=True)

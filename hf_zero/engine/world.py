@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
+import math
 import os
 import pickle
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -21,18 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm import wire
-from hf_zero.comm.alone import AloneCollectives
-from hf_zero.comm.axis import default_group, ranks_of
+from hf_zero.comm.axis import default_group
 from hf_zero.comm.collectives import Collectives, Rows
-from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.axes import Axes
 from hf_zero.engine.precision import Precision
-from hf_zero.errors import CollectiveError, ConfigError, UsageError, ZeroError
-from hf_zero.layout import RowLayout
-
-logger = logging.getLogger(__name__)
+from hf_zero.errors import CollectiveError, UsageError, ZeroError
+from hf_zero.layout import Cut, RowLayout
 
 Result = TypeVar("Result")
 
@@ -40,22 +36,18 @@ _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, eq=False)
-class World:
-    """The ranks that train a model together.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class World(Axes):
+    """The ranks that train a model together, by axis (see `Axes`).
 
     They may hold it several times: parameters are cut over the ranks of one *replica*, and gradients are added up over
-    all ranks.
+    all ranks that see different batches.
 
     Attributes:
         config: what the user asked for.
         precision: its dtypes.
         device: where parameters live.
         ledger: what counts the exchanges.
-        collectives: the exchanges among the ranks that parameters are cut over: this rank's replica.
-        replicas: those among the ranks that hold the same rows, one of each replica.
-        nearby: those among the ranks that keep a second copy of rows; this rank alone where none do.
-        everyone: those among all ranks, which agree, fail and end together; `collectives` itself where there is one replica.
         default_group: torch's default process group, when this was made.
         models: the models partitioned over these ranks.
         number: worlds are numbered as they are made.
@@ -65,10 +57,6 @@ class World:
     precision: Precision
     device: torch.device
     ledger: Ledger
-    collectives: Collectives
-    replicas: Collectives
-    everyone: Collectives
-    nearby: Collectives
     default_group: object = None
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     number: int = 0
@@ -80,7 +68,7 @@ class World:
         Args:
             config: what the user asked for.
             device: where parameters live.
-            mesh: the ranks; None: all ranks of the program, in `config.replicate` replicas. See `ranks_of`.
+            mesh: the ranks; None: all ranks of the program, in `config.replicate` replicas. See `cells_of`.
 
         Raises:
             ConfigError: the number of ranks does not fit the config, or the ranks have different configs.
@@ -93,45 +81,18 @@ class World:
                 f"this is one of {launched} launched processes, but there is no process group yet: make the "
                 "TrainingArguments or the Accelerator first, or call torch.distributed.init_process_group()"
             )
-        replicas = _replicas(ranks_of(mesh), config)
-        torch_compat.forget_old_groups(group)
         ledger, number = Ledger(), next(_numbers)
-
-        def meet(choice: str, ranks: Sequence[int]) -> Collectives:
-            made = make_collectives(choice, ranks, device, config.timeout_s, ledger)
-            made.staging_bytes = config.bucket_bytes
-            return made
-
-        # Ranks that share parameters have them in memory, and send nothing.
-        cannot_share = config.offload.parameters == "disk" or not config.wire.is_default
-        choice = "pairwise" if cannot_share and config.exchange == "auto" and device.type == "cpu" else config.exchange
-        if not config.wire.is_default and choice == "host":
-            raise ConfigError(
-                "wire makes messages smaller or fewer, but with HF_ZERO_COLLECTIVES=host ranks share memory"
-            )
-        if len(replicas) == 1:
-            cut = everyone = meet(choice, replicas[0])
-            same_rows: Collectives = AloneCollectives(cut.ranks[cut.rank], device, ledger)
-        else:
-            everyone = meet("pairwise", [rank for replica in replicas for rank in replica])
-            own = everyone.ranks[everyone.rank]
-            cut = meet(choice, next(replica for replica in replicas if own in replica))
-            same_rows = meet("pairwise", next(column for column in zip(*replicas, strict=True) if own in column))
-        names = sorted(config.to_dict())
-        prints = [zlib.crc32(str(config.to_dict()[name]).encode()) for name in names]
-        for rank, row in enumerate(everyone.agree(prints, "the configuration")):
-            other = [name for name, left, right in zip(names, prints, row, strict=True) if left != right]
-            if other:
-                raise ConfigError(
-                    f"rank {everyone.ranks[rank]} has another configuration than rank {everyone.ranks[everyone.rank]}: "
-                    f"{other} differ"
-                )
+        axes = Axes.connect(config, device, mesh, ledger)
         precision = Precision.from_config(config)
-        nearby: Collectives = AloneCollectives(cut.ranks[cut.rank], device, ledger)
-        if config.wire.secondary > 1 and cut.num_ranks > 1:
-            nearby = meet("native" if cut.name == "native" else "pairwise", _nearby(cut, config.wire.secondary))
-            _check_host(nearby)
-        world = cls(config, precision, device, ledger, cut, same_rows, everyone, nearby, group, number=number)
+        world = cls(
+            **vars(axes),
+            config=config,
+            precision=precision,
+            device=device,
+            ledger=ledger,
+            default_group=group,
+            number=number,
+        )
         _worlds.add(world)
         return world
 
@@ -139,9 +100,13 @@ class World:
     def alone(cls, config: ZeroConfig, device: torch.device) -> World:
         """This process alone, whatever process groups there are."""
         ledger = Ledger()
-        alone = AloneCollectives(0, device, ledger)
         return cls(
-            config, Precision.from_config(config), device, ledger, alone, alone, alone, alone, number=next(_numbers)
+            **vars(Axes.of_one(device, ledger)),
+            config=config,
+            precision=Precision.from_config(config),
+            device=device,
+            ledger=ledger,
+            number=next(_numbers),
         )
 
     def beside(self, timeout_s: float) -> World:
@@ -150,14 +115,16 @@ class World:
         Args:
             timeout_s: seconds that a single exchange may take.
         """
-        axes: dict[tuple[int, ...], Collectives] = {}
-        for each in (self.everyone, self.collectives):
-            if each.ranks not in axes:
-                axes[each.ranks] = make_collectives("native", each.ranks, self.device, timeout_s, Ledger())
+        made: dict[tuple[int, ...], Collectives] = {}
+        for each in (self.everyone, self.collectives, self.tensor, self.holders):  # what a checkpoint needs
+            if each.ranks not in made:
+                made[each.ranks] = make_collectives("native", each.ranks, self.device, timeout_s, Ledger())
         return dataclasses.replace(
             self,
-            collectives=axes[self.collectives.ranks],
-            everyone=axes[self.everyone.ranks],
+            everyone=made[self.everyone.ranks],
+            collectives=made[self.collectives.ranks],
+            tensor=made[self.tensor.ranks],
+            holders=made[self.holders.ranks],
             models=weakref.WeakSet(),
         )
 
@@ -174,7 +141,7 @@ class World:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, which gradients are averaged over."""
+        """Number of ranks."""
         return self.everyone.num_ranks
 
     @property
@@ -195,20 +162,39 @@ class World:
     @property
     def partitions(self) -> bool:
         """Whether anything is partitioned: from stage 1 on, over more than one rank."""
-        return self.num_shards > 1 and self.config.policy.shards_optimizer
+        return (self.num_shards > 1 or self.tensor.num_ranks > 1) and self.config.policy.shards_optimizer
 
     def belongs_to(self, default_group: object) -> bool:
         """Whether this world was made under the default process group that is in place now (None: no group)."""
         return self.default_group is default_group
 
-    def layout_of(self, param: Tensor) -> RowLayout:
-        """How a `DTensor` is cut, or a plain parameter is to be: over the ranks of a replica, or not at all."""
-        if isinstance(param, DTensor):
-            is_cut = any(placement.is_shard() for placement in param.placements)
+    def cut_of(self, param: Tensor) -> Cut:
+        """Which elements this rank holds of a partitioned parameter, or is to hold of one that will be.
+
+        Args:
+            param: at rest; or as it was made, plain, or a `DTensor` over the tensor axis.
+        """
+        tensor, shape = None, tuple(param.shape)
+        placements = list(param.placements) if isinstance(param, DTensor) else []
+        if placements and self.tensor.num_ranks > 1:
+            tensor = torch_compat.tensor_cut(shape, placements.pop(), self.tensor.num_ranks)
+        part = shape if tensor is None else tensor.local_shape(self.tensor.rank)
+        if placements:
+            is_cut = not placements[0].is_replicate()
         else:
-            is_large = param.ndim > 0 and param.numel() > self.config.keep_whole_numel
+            is_large = len(part) > 0 and math.prod(part) > self.config.keep_whole_numel
             is_cut = self.partitions and is_large and not param.is_complex()
-        return RowLayout(tuple(param.shape), self.num_shards if is_cut else 1)
+        rows = RowLayout(part, self.num_shards if is_cut else 1)
+        return Cut(shape, rows, self.shard_rank, tensor, self.tensor.rank)
+
+    def layout_of(self, param: Tensor) -> RowLayout:
+        """How what a rank has of a parameter is cut by rows over the ranks of a replica, or that it is not."""
+        return self.cut_of(param).rows
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of parameters at rest."""
+        return self.collectives.mesh if self.grid is None else self.grid
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Wait until every rank makes the same call, or raise and say who did not."""
@@ -236,6 +222,27 @@ class World:
         whole = flat[: layout.numel].view(layout.shape)
         # In memory of its own: `save_pretrained` splits files by the bytes of storages.
         return whole if layout.numel == layout.padded_numel else whole.clone()
+
+    def gather_parameter(self, local: Tensor, cut: Cut, unit: str) -> Tensor:
+        """The whole of what every rank holds a part of, over both axes, in memory of its own; called by all ranks together.
+
+        Args:
+            local: this rank's elements.
+            cut: which they are.
+            unit: for the ledger and for errors.
+        """
+        part = self.gather_whole(local, cut.rows, unit)
+        if cut.tensor is None:
+            return part
+        shapes = [cut.tensor.local_shape(rank) for rank in range(self.tensor.num_ranks)]
+        layout = RowLayout((len(shapes), max(map(math.prod, shapes))), len(shapes))  # a row a rank, equally long
+        rows = part.new_zeros(layout.shape)
+        rows[self.tensor.rank, : part.numel()].copy_(part.reshape(-1))
+        self.tensor.gather([Rows(rows.view(-1), layout)], unit).wait()
+        whole = part.new_empty(cut.shape)
+        for rank, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
+            cut.tensor.put(whole, row[: math.prod(shape)].view(shape), rank)
+        return whole
 
     def share(self, value: Any, what: str) -> Any:
         """Rank 0's `value` on every rank, pickled; the others' values do not matter."""
@@ -305,58 +312,6 @@ def described(error: Exception, kind: type[ZeroError]) -> str:
     return said or type(error).__name__
 
 
-def _nearby(cut: Collectives, size: int) -> tuple[int, ...]:
-    """The ranks, this one among them, that keep a second copy of rows."""
-    if cut.num_ranks % size:
-        raise ConfigError(
-            f"wire.secondary is {size}, which does not divide the {cut.num_ranks} ranks that parameters are cut over"
-        )
-    first = cut.rank // size * size
-    return cut.ranks[first : first + size]
-
-
-def _check_host(nearby: Collectives) -> None:
-    hosts = {number for (number,) in nearby.agree([host_number()], "the host of a second copy")}
-    if len(hosts) > 1 and nearby.rank == 0:
-        logger.warning(
-            "wire.secondary: ranks %s are on %d hosts, so what they gather from each other crosses hosts all the same",
-            list(nearby.ranks),
-            len(hosts),
-        )
-
-
-def _replicas(ranks: list[list[int]], config: ZeroConfig) -> list[list[int]]:
-    """The ranks by replica, checked against the configuration."""
-    if not config.policy.shards_optimizer:
-        ranks = [[rank for row in ranks for rank in row]]  # nothing is cut, so every rank is a replica
-    count = sum(map(len, ranks))
-    if config.expected_world_size not in (None, count):
-        raise ConfigError(
-            f"expected_world_size is {config.expected_world_size}, but {count} "
-            f"{'process runs' if count == 1 else 'processes run'}: start as many with `accelerate launch` or "
-            "`torchrun` (on CPU the accelerate config needs `distributed_type: MULTI_GPU` and `use_cpu: true`), or "
-            "change expected_world_size"
-        )
-    if len(ranks) > 1 and config.replicate not in (1, len(ranks)):
-        raise ConfigError(
-            f"replicate is {config.replicate}, but the mesh has {len(ranks)} replicas: leave one of them out"
-        )
-    if len(ranks) == 1 and config.replicate > 1:
-        size, rest = divmod(count, config.replicate)
-        if rest or size < 2:
-            raise ConfigError(
-                f"replicate is {config.replicate}, but {count} {'process runs' if count == 1 else 'processes run'}: it must "
-                "divide them into replicas of two or more, over which parameters are cut (for none, use stage 0)"
-            )
-        ranks = [ranks[0][start : start + size] for start in range(0, count, size)]
-    if len(ranks) > 1 and len(ranks[0]) == 1:
-        raise ConfigError(
-            f"stage {config.stage} cuts parameters over the last axis of the mesh, which has one rank only: give it more, "
-            "or use stage 0"
-        )
-    return ranks
-
-
 def world_of(param: DTensor) -> World | None:
     """The ranks over which hf_zero has partitioned `param`; None if somebody else made it."""
     world = getattr(
@@ -365,7 +320,7 @@ def world_of(param: DTensor) -> World | None:
     if isinstance(world, World):
         return world
     # A detached or moved copy has lost the attribute; the last world over the same ranks will do, the same on every rank.
-    fitting = [each for each in _worlds if each.num_shards > 1 and each.collectives.mesh == param.device_mesh]
+    fitting = [each for each in _worlds if each.partitions and each.mesh == param.device_mesh]
     return max(fitting, key=lambda each: each.number, default=None)
 
 
@@ -382,6 +337,5 @@ def world_that_cut(param: DTensor) -> World:
 
 
 def own_rows(whole: Tensor, param: DTensor) -> Tensor:
-    """This rank's rows of `whole`, cut as `param` is."""
-    world = world_that_cut(param)
-    return world.layout_of(param).rows_of(whole, world.shard_rank)
+    """This rank's elements of `whole`, cut as `param` is."""
+    return world_that_cut(param).cut_of(param).of(whole)

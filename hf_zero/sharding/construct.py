@@ -24,9 +24,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_zero import torch_compat
 from hf_zero.engine.world import World
-from hf_zero.sharding.whole_window import WINDOW_BYTES, WholeWindow, is_mapped, is_plain, is_shard, own_copy, to_shard
+from hf_zero.sharding.whole_window import WINDOW_BYTES, WholeWindow, is_plain, is_shard, own, to_shard
 
 
 def _words(text: str) -> frozenset[str]:
@@ -173,17 +172,25 @@ class Cutter:
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._twins = WeakIdKeyDictionary()
         self._mode = WholeOnTouch(self.window, self._twins)
+        self._cuts = False
         self._reads_file = False
         self._is_paused = False
         self._thread = threading.get_ident()  # torch's hooks are global; other threads' modules are left alone
+
+    @property
+    def cuts_as_made(self) -> bool:
+        """Whether parameters are cut as they are made: not where layers are shared first, for which a model must be there."""
+        return self.world.partitions and self.world.tensor.num_ranks == 1
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
         """Cut parameters when they are registered; show them whole to whatever touches them meanwhile."""
         with self._hooked(), shared_rng(self.world), self._mode:
+            before, self._cuts = self._cuts, True
             try:
                 yield
             finally:
+                self._cuts = before
                 with self.paused():
                     self.window.close()
                     self._twins.clear()
@@ -234,7 +241,7 @@ class Cutter:
     def models(self) -> list[nn.Module]:
         """The outermost modules constructed here that hold shards, or, if nothing is cut, parameters."""
         roots = [module for module in self._made if module not in self._parts]
-        cuts = self.world.partitions
+        cuts = self.cuts_as_made
         return [module for module in roots if any(is_shard(param) or not cuts for param in module.parameters())]
 
     def _on_registration(self, module: nn.Module, name: str, param: nn.Parameter | None) -> Tensor | None:
@@ -242,6 +249,7 @@ class Cutter:
             self._made.add(module)
         if (
             not self.world.partitions
+            or not (self._cuts or self._reads_file)
             or param is None
             or param.is_meta
             or self._is_paused
@@ -250,11 +258,7 @@ class Cutter:
             return None
         with self.paused():
             if is_shard(param):
-                return (
-                    own_copy(param, self.world)
-                    if self._reads_file and is_mapped(torch_compat.local_of(param))
-                    else None
-                )
+                return own(param, self.world) if self._reads_file else None
             if not is_plain(param):
                 return None
             twin = cast("DTensor | None", self._twins.get(param))  # type: ignore[no-untyped-call]

@@ -24,7 +24,8 @@ from hf_zero.errors import UsageError
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.construct import Cutter
 from hf_zero.sharding.loading import LoadSeam
-from hf_zero.sharding.shard_model import attach_late, raise_to_master
+from hf_zero.sharding.shard_model import attach_late, partition_whole, raise_to_master
+from hf_zero.sharding.tensor_parallel import TensorParallelSeam
 
 
 class Init:
@@ -67,9 +68,12 @@ class Init:
         with ExitStack() as stack:
             stack.enter_context(_paused(None))
             self._cutter = Cutter(world)
-            stack.enter_context(self._cutter.constructing() if world.partitions else self._cutter.watching())
+            is_cutting = self._cutter.cuts_as_made
+            stack.enter_context(self._cutter.constructing() if is_cutting else self._cutter.watching())
             seam = LoadSeam(world, functools.partial(_adopt, world=world), self._cutter)
             stack.callback(seam.close)
+            if world.tensor.num_ranks > 1:
+                stack.callback(TensorParallelSeam(world, seam).close)
             stack.enter_context(_pausable(seam, self._cutter))
             self._stack = stack.pop_all()
         return self
@@ -87,6 +91,8 @@ class Init:
 
 def _adopt(model: nn.Module, world: World) -> None:
     """Give a newly made model the optimizer's dtype, its methods, and an engine at its first forward."""
+    if world.tensor.num_ranks > 1:  # else its parameters have been cut as they were made
+        partition_whole(model, world)
     raise_to_master(model, world)
     attach_late(model, world)
     model_methods.attach(model, world)
@@ -117,6 +123,7 @@ class _Activation:
         self.config = config
         self.world = World.create(config, device)
         self._seam = LoadSeam(self.world, functools.partial(_adopt, world=self.world))
+        self._tensor_seam = TensorParallelSeam(self.world, self._seam) if self.world.tensor.num_ranks > 1 else None
         self._entry = (self._seam, None)
         self._owner = PreTrainedModel
         self._original = vars(PreTrainedModel)["_from_config"]
@@ -127,7 +134,8 @@ class _Activation:
         def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
             if self._seam.is_paused:
                 return original(cls, *args, **kwargs)
-            with Cutter(self.world).constructing() if self.world.partitions else nullcontext():
+            cutter = Cutter(self.world)
+            with cutter.constructing() if cutter.cuts_as_made else nullcontext():
                 model = original(cls, *args, **kwargs)
             if model not in self.world.models:
                 _adopt(model, self.world)
@@ -138,6 +146,8 @@ class _Activation:
     def undo(self) -> None:
         """Put the originals back; models that are partitioned stay so."""
         self._owner._from_config = self._original
+        if self._tensor_seam is not None:
+            self._tensor_seam.close()
         self._seam.close()
         _pausable_now.remove(self._entry)
 

@@ -24,6 +24,7 @@ from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError
 from hf_zero.layout import RowLayout
 from hf_zero.sharding.construct import Cutter, is_parameter
+from hf_zero.sharding.tensor_parallel import remember_tensor_axis
 from hf_zero.sharding.whole_window import is_mapped
 
 if TYPE_CHECKING:
@@ -107,9 +108,12 @@ def names_to_read_whole(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
     prefix = model.base_model_prefix
-    whole = {
-        name for name, param in model.named_parameters(remove_duplicate=False) if world.layout_of(param).num_ranks == 1
-    }
+    whole = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        cut = world.cut_of(param)
+        mixes_rows = cut.tensor is not None and cut.tensor.dim == 0 and cut.tensor.num_groups > 1
+        if cut.rows.num_ranks == 1 or mixes_rows:
+            whole.add(name)
     sources: dict[str, dict[str, list[Shape]]] = {}
     converter_of: dict[str, Any] = {}
     for key in sorted(shapes, key=dot_natural_key):
@@ -128,9 +132,19 @@ def names_to_read_whole(
         names = _targets_of(converter, target, state)
         targets = [tuple(state[name].shape) for name in names]
         complete = len(by_source) == len(converter.source_patterns)
-        if not complete or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_shards):
+        if (
+            not complete
+            or any(_is_cut_by_rows(state[name], world) for name in names)
+            or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_shards)
+        ):
             whole.update(names)
     return whole
+
+
+def _is_cut_by_rows(param: Tensor, world: World) -> bool:
+    """Whether the tensor axis cuts the rows of a parameter, so that a rank's rows are not one range of the whole's."""
+    tensor = world.cut_of(param).tensor
+    return tensor is not None and tensor.dim == 0
 
 
 def _targets_of(converter: Any, first_target: str, state: Mapping[str, Tensor]) -> list[str]:
@@ -182,7 +196,7 @@ class LoadSeam:
                     "quantised weights cannot be cut while they are loaded: load the model outside of zero.Init; the Trainer, "
                     "ZeroAccelerator.prepare or shard_model partitions it then"
                 )
-            if load_config.device_mesh is not None:
+            if load_config.device_mesh is not None and self._world.tensor.num_ranks == 1:
                 raise PartitionError("a distributed_config shards the model already")
             if wanted != {device}:
                 raise PartitionError(
@@ -211,6 +225,7 @@ class LoadSeam:
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )  # an adapter, a model that stays whole
         cutter = self._open_cutter or Cutter(self._world)
+        remember_tensor_axis(model, self._world)
         load_config = self._placed(load_config)
         shapes = checkpoint_shapes(state_dict, checkpoint_files, load_config)
         whole = names_to_read_whole(model, shapes, load_config.weight_mapping, self._world)
@@ -248,7 +263,7 @@ class LoadSeam:
         # Draw missing weights where the unsharded load would: on the CPU unless the caller named a device.
         cutter.window.home = torch.device("cpu") if load_config.device_map is None else placed.device_map[""]
         with ExitStack() as stack:
-            if self._open_cutter is None:
+            if self._open_cutter is None or not cutter.cuts_as_made:
                 stack.enter_context(cutter.constructing())
             result = finalize(model, placed, loading_info)
         with cutter.paused():

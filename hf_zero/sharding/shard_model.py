@@ -23,9 +23,12 @@ from hf_zero.engine.optimizers import hear_of_steps
 from hf_zero.engine.parameter import cut, put, wrap
 from hf_zero.engine.quantised import can_be_cut, is_of_own_class, is_quantised, remember_class
 from hf_zero.engine.state_dict import CutStateDict
+from hf_zero.engine.tensor_parallel import is_over_tensor_axis
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.sharding import model_methods
+from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis
+from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
 
@@ -97,7 +100,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
         _refuse_parameters_in_lists(model)
     agree_on_model(model, world)
     _check_quantised(model, world)
-    replaced = partition_parameters(model, world) + raise_to_master(model, world)
+    replaced = partition_whole(model, world) + raise_to_master(model, world)
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
     engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
@@ -223,7 +226,7 @@ def check_model(model: nn.Module) -> None:
             raise PartitionError(
                 f"{param_name} is a {type(param.data).__name__}: only plain tensors can be partitioned"
             )
-        if isinstance(param, DTensor) and world_of(param) is None:
+        if isinstance(param, DTensor) and world_of(param) is None and not is_on_tensor_axis(param):
             raise PartitionError(
                 f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
             )
@@ -308,13 +311,23 @@ def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parame
             _partition_quantised(found, world)
     for found in find_parameters(model):
         if isinstance(found.param, DTensor):
-            continue
-        world.broadcast(found.param.data, found.names[0])
+            if not is_over_tensor_axis(found.param, world):
+                continue
+            world.data.broadcast(torch_compat.local_of(found.param), 0, found.names[0])
+        else:
+            world.broadcast(found.param.data, found.names[0])
         old = found.param
         partition_one(found, world)
         if found.param is not old:
             replaced.append((old, found.names[0]))
     return replaced
+
+
+def partition_whole(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+    """Share a model's layers over the tensor axis, if there is one, and cut what is not cut yet: see `partition_parameters`."""
+    replaced = distribute(model, world)
+    remember_tensor_axis(model, world)
+    return replaced + partition_parameters(model, world)
 
 
 def _partition_quantised(found: Found, world: World) -> None:
@@ -336,8 +349,7 @@ def partition_one(found: Found, world: World) -> None:
             param._zero_made_in = param.dtype  # type: ignore[attr-defined]
             param.data = param.data.to(dtype)
         return
-    layout = world.layout_of(param)
-    new = cut(param, layout, world.shard_rank, dtype, world.collectives.mesh)
+    new = cut(param, world, dtype)
     new._zero_world = world  # type: ignore[attr-defined]
     new._zero_made_in = param.dtype  # type: ignore[attr-defined]
     put(found.locations, new)
@@ -354,9 +366,9 @@ def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, 
     for found in find_parameters(model):
         param = found.param
         dtype = world.precision.master_for(param.dtype, param.requires_grad)
-        if not isinstance(param, DTensor) or param.dtype == dtype:
+        if not isinstance(param, DTensor) or param.dtype == dtype or not world.partitions:
             continue
-        new = wrap(torch_compat.local_of(param).to(dtype), world.layout_of(param), world.collectives.mesh, param)
+        new = wrap(torch_compat.local_of(param).to(dtype), world, param)
         new._zero_world = world  # type: ignore[attr-defined]
         new._zero_made_in = param.dtype  # type: ignore[attr-defined]
         put(found.locations, new)

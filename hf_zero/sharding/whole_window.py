@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.axis import TENSOR_AXIS
 from hf_zero.engine.gathered_parameters import gather_whole
 from hf_zero.engine.parameter import cut, wrap
+from hf_zero.engine.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.world import World
 
 WINDOW_BYTES = 16 * 2**20
@@ -21,18 +23,23 @@ WINDOW_BYTES = 16 * 2**20
 
 def to_shard(whole: nn.Parameter, world: World) -> DTensor:
     """A parameter of the shape of `whole` that holds a copy of this rank's rows; on meta it holds nothing."""
-    layout = world.layout_of(whole)
-    return cast(DTensor, cut(whole, layout, world.shard_rank, whole.dtype, world.collectives.mesh))
+    return cast(DTensor, cut(whole, world, whole.dtype))
 
 
 def is_shard(value: object) -> TypeGuard[DTensor]:
-    """Whether this is a parameter that has been cut."""
-    return isinstance(value, DTensor) and isinstance(value, nn.Parameter)
+    """Whether this is a parameter that has been cut by rows."""
+    is_distributed = isinstance(value, DTensor) and isinstance(value, nn.Parameter)
+    return is_distributed and not is_on_tensor_axis(value)
+
+
+def is_on_tensor_axis(value: object) -> bool:
+    """Whether this is a parameter that transformers' tensor parallelism has made, and nobody has cut by rows."""
+    return isinstance(value, DTensor) and value.device_mesh.mesh_dim_names == (TENSOR_AXIS,)
 
 
 def is_plain(value: object) -> TypeGuard[nn.Parameter]:
-    """Whether this is a parameter that can be cut: not lazy, not a DTensor, not a (quantised) tensor subclass."""
-    return type(value) is nn.Parameter
+    """Whether this is a parameter that can be cut: not lazy, not cut yet, not a (quantised) tensor subclass."""
+    return type(value) is nn.Parameter or (is_on_tensor_axis(value) and isinstance(value, nn.Parameter))
 
 
 def is_mapped(local: Tensor) -> bool:
@@ -41,10 +48,14 @@ def is_mapped(local: Tensor) -> bool:
     return not storage.resizable() or storage.nbytes() != local.nbytes
 
 
-def own_copy(param: DTensor, world: World) -> DTensor:
-    """`param` with its rows in memory of their own."""
-    local = torch_compat.local_of(param).clone()
-    return cast(DTensor, wrap(local, world.layout_of(param), world.collectives.mesh, cast(nn.Parameter, param)))
+def own(param: DTensor, world: World) -> DTensor | None:
+    """`param` as a parameter of hf_zero, with its rows in memory of their own; None if it is that."""
+    local = torch_compat.local_of(param)
+    if is_mapped(local):
+        local = local.clone()
+    elif isinstance(param, PartitionedTensor):
+        return None
+    return cast(DTensor, wrap(local, world, cast(nn.Parameter, param)))
 
 
 @dataclasses.dataclass
@@ -59,7 +70,7 @@ class _Whole:
         """Bring the shard up to date with the whole tensor."""
         with torch.no_grad():
             local = torch_compat.local_of(self.param)
-            local.copy_(self.world.layout_of(self.param).rows_of(self.data, self.world.shard_rank))
+            local.copy_(self.world.cut_of(self.param).of(self.data))
 
     def is_held_elsewhere(self) -> bool:
         """Whether a view of the whole tensor is still alive, so that there may still be writes through it."""

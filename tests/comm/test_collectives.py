@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.comm import measure as measuring
-from hf_zero.comm.axis import ranks_of
+from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange, Part
 from hf_zero.comm.ledger import Ledger
@@ -35,7 +35,9 @@ _DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 def _make(choice: str, timeout_s: float = 20.0) -> Collectives:
     dist.barrier()  # a worker that imports for the first time is late, and some tests wait for a short time only
-    collectives = make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), timeout_s, Ledger())
+    collectives = make_collectives(
+        choice, [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), timeout_s, Ledger()
+    )
     assert collectives.name == choice
     return collectives
 
@@ -258,7 +260,9 @@ def _broadcast(source: int) -> tuple[Tensor, Tensor, int]:
 
 def _broadcast_beside_a_device() -> tuple[list[str], Tensor]:
     """Which group carries a tensor of the host where rows live on a device."""
-    collectives = make_collectives("pairwise", ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
+    collectives = make_collectives(
+        "pairwise", [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), 20.0, Ledger()
+    )
     names = {id(collectives.axis.group): "rows", id(control := dist.new_group()): "control"}
     collectives.axis = dataclasses.replace(collectives.axis, control_group=control, device=torch.device("meta"))
     collectives.device = torch.device("meta")
@@ -375,7 +379,7 @@ def test_agree_names_what_each_rank_was_at(labels: list[str], counts: list[int])
 def _chosen() -> list[tuple[str, str]]:
     found = []
     for _ in range(2):
-        made = make_collectives("auto", ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
+        made = make_collectives("auto", [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), 20.0, Ledger())
         assert "gather" not in made.ledger.kinds()
         found.append((made.name, made.reason))
     return found
@@ -421,7 +425,7 @@ def test_auto_takes_native_only_where_it_is_clearly_ahead(monkeypatch: pytest.Mo
 def _other_choice() -> str:
     choice = "pairwise" if dist.get_rank() else "native"
     with pytest.raises(ConfigError) as caught:
-        make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
+        make_collectives(choice, [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), 20.0, Ledger())
     return str(caught.value)
 
 
@@ -431,7 +435,10 @@ def test_another_choice_on_one_rank_is_an_error_on_all() -> None:
 
 
 def _nobody() -> bool:
-    return make_collectives("auto", ranks_of(None)[0], torch.device("cpu"), 1.0, Ledger()).name == "alone"
+    return (
+        make_collectives("auto", [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), 1.0, Ledger()).name
+        == "alone"
+    )
 
 
 def test_one_rank_has_nothing_to_exchange() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
-from hf_zero.comm.axis import ranks_of
+from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.host import memory as host_memory
@@ -41,7 +41,9 @@ _LONG_S = 60.0  # a rank that waits this long is killed by the pool, and the tes
 
 
 def _make(choice: str, timeout_s: float = _LONG_S) -> Collectives:
-    collectives = make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), timeout_s, Ledger())
+    collectives = make_collectives(
+        choice, [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), timeout_s, Ledger()
+    )
     assert collectives.name == choice
     return collectives
 
@@ -321,7 +323,9 @@ def _unreadable(function: str, choice: str) -> tuple[str, list[str], int]:
                 is_call = function == "pidfd_open"
                 refusal = mock.patch.object(os, function, _refuse_handle) if is_call else None
                 stack.enter_context(refusal or mock.patch.object(host_memory, function, _refuse))
-            made = make_collectives(choice, ranks_of(None)[0], torch.device("cpu"), _LONG_S, Ledger())
+            made = make_collectives(
+                choice, [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), _LONG_S, Ledger()
+            )
     finally:
         logger.removeHandler(records)
     _exchange(made, "gather")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.config import zero_config
+from hf_zero.config.activations import Activations
 from hf_zero.config.deepspeed_rules import TOP_KEYS
 from hf_zero.config.offload import Offload
 from hf_zero.config.wire import Wire
@@ -381,8 +382,6 @@ REFUSED = [
     ("quantize_training", {"enabled": True}, {"enabled": False}),
     ("sequence_parallel_size", 2, 1),
     ("sparse_attention", {"mode": "fixed"}, None),
-    ("tensor_parallel", {"autotp_size": 2}, {"autotp_size": 0}),
-    ("tensor_parallel", {"autotp_size": 4}, {"autotp_size": 1}),
     ("torch_autocast", {"enabled": True}, {"enabled": False}),
     ("weight_quantization", {"quantized_initialization": {}}, {}),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
@@ -397,7 +396,6 @@ REFUSED = [
 
 # Keys without influence on what is learned: (key, a value that asks, what happens then, one that does not ask).
 REPORTED = [
-    ("activation_checkpointing", {"partition_activations": True}, "differs", None),
     ("autotuning", {"enabled": True}, "differs", {"enabled": False}),
     ("checkpoint", {"load_universal": True}, "differs", None),
     ("comet", {"enabled": True}, "differs", {"enabled": False}),
@@ -523,6 +521,7 @@ def test_deepspeed_every_known_key_has_a_fate_under_test() -> None:
         "scheduler",
     }
     translated |= {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
+    translated |= {"activation_checkpointing", "tensor_parallel"}
     inert: dict[str, Any] = {
         "aio": {},
         "eigenvalue": {},
@@ -684,7 +683,7 @@ def test_deepspeed_misspelt_block_is_recognised_in_the_advice() -> None:
 
 
 def test_deepspeed_table_is_aligned_and_complete() -> None:
-    imported = read_deepspeed({**HF_STAGE3, "activation_checkpointing": {("odd", "key"): object()}})
+    imported = read_deepspeed({**HF_STAGE3, "aio": {("odd", "key"): object()}})
     notes = {row.key: row.note for row in imported.rows}
     assert notes["zero_optimization.contiguous_gradients"].startswith("gradients are reduced in contiguous memory")
     assert notes["wall_clock_breakdown"] == "", "what was not asked for needs no note"
@@ -730,3 +729,27 @@ def test_deepspeed_table_is_shown_once_on_the_first_rank_only(
         text = capsys.readouterr().err
         assert text.count("is a DeepSpeed file; what it means here") == shown
         assert text.count("steps_per_print") == shown
+
+
+def test_activations_and_shared_layers_are_translated() -> None:
+    block = {
+        "partition_activations": True,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 24,
+        "synchronize_checkpoint_boundary": True,
+        "profile": False,
+    }
+    given = {**HF_STAGE3, "activation_checkpointing": block, "tensor_parallel": {"autotp_size": 4, "tp_grain_size": 64}}
+    imported = read_deepspeed(given)
+    assert imported.config.activations == Activations(partition=True)
+    assert imported.config.tp_size == 4
+    fates = {row.key: row.status for row in imported.rows}
+    for name in block:
+        assert fates[f"activation_checkpointing.{name}"] == "kept"
+    assert fates["tensor_parallel.autotp_size"] == "kept"
+    assert fates["tensor_parallel.tp_grain_size"] == "differs"
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.partition_activation'; did you mean"):
+        read_deepspeed({**HF_STAGE3, "activation_checkpointing": {"partition_activation": True}})
+    with pytest.raises(ConfigError, match=r"autotp_size.*whole number"):
+        read_deepspeed({**HF_STAGE3, "tensor_parallel": {"autotp_size": 1.5}})

@@ -437,7 +437,12 @@ def test_shipped_accelerate_configs_are_what_accelerate_reads() -> None:
         config = load_config_from_file(str(path))
         sizes[path.stem] = (config.num_machines, config.num_processes, config.use_cpu, str(config.distributed_type))
     multi = "DistributedType.MULTI_GPU"
-    assert sizes == {"cpu2": (1, 2, True, multi), "gpu8": (1, 8, False, multi), "gpu8x2": (2, 16, False, multi)}
+    assert sizes == {
+        "cpu2": (1, 2, True, multi),
+        "cpu4": (1, 4, True, multi),
+        "gpu8": (1, 8, False, multi),
+        "gpu8x2": (2, 16, False, multi),
+    }
 
 
 def test_import_of_config_loads_neither_torch_nor_yaml() -> None:

@@ -352,15 +352,17 @@ def test_loading_holds_the_rows_and_little_more(tmp_path: Path) -> None:
 def whole_names(root: str, checkpoint: str, num_ranks_wanted: tuple[int, ...]) -> dict[int, tuple[int, int]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from hf_zero.layout import RowLayout
+    from hf_zero.layout import Cut, RowLayout
+
+    def cut_by_rows(param: Tensor, num_ranks: int) -> Cut:
+        shape = tuple(param.shape)
+        return Cut(shape, RowLayout(shape, num_ranks if param.ndim else 1), 0)
 
     counts = {}
     with torch.device("meta"):
         model = CHECKPOINTS[checkpoint].build()
     for n in num_ranks_wanted:
-        world = mock.Mock(
-            num_shards=n, layout_of=lambda param, n=n: RowLayout(tuple(param.shape), n if param.ndim else 1)
-        )
+        world = mock.Mock(num_shards=n, cut_of=lambda param, n=n: cut_by_rows(param, n))
         shapes = checkpoint_shapes(None, [f"{root}/{checkpoint}/model.safetensors"], None)
         whole = names_to_read_whole(model, shapes, get_model_conversion_mapping(model), world)
         counts[n] = len(whole), len(list(model.parameters()))

@@ -24,6 +24,15 @@ from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, world_of_accelerator
 from hf_zero.integrations.accelerate.data_order import continue_epoch
 from hf_zero.integrations.accelerate.precision import scale_loss, with_mixed_precision
+from hf_zero.integrations.accelerate.tensor_axis import (
+    also_on_cpus,
+    asked_for,
+    gather_each_batch_once,
+    num_processes,
+    parallelism_of,
+    sharding_batches,
+    with_tensor_axis,
+)
 from hf_zero.sharding.shard_model import shard_model
 
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")  # axes of accelerate's mesh
@@ -68,7 +77,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         zero_plugin: what to partition with; by default the file that HF_ZERO_CONFIG names.
         **kwargs: as for `Accelerator`. With `mixed_precision` "bf16" or "fp16", a `compute_dtype` of "auto" becomes that; a
             `compute_dtype` of float16 means `mixed_precision="fp16"`, where the loss is scaled, on CPUs too. With a
-            `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut over S ranks, R times.
+            `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut over S ranks, R times; with
+            `tp_size=T`, T ranks share every layer.
 
     Raises:
         ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed or Megatron-LM.
@@ -82,18 +92,26 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         is_open = kwargs.get("mixed_precision") is None and "ACCELERATE_MIXED_PRECISION" not in os.environ
         if is_open and plugin.config.compute_dtype == "float16":
             kwargs["mixed_precision"] = "fp16"  # with which accelerate scales the loss
-        given = kwargs.get("parallelism_config")
-        if kwargs.get("cpu"):
+        given = asked_for(kwargs.get("parallelism_config"))
+        config = with_tensor_axis(plugin.config, given)
+        tensor_size = config.tp_size
+        if tensor_size > 1:
+            kwargs["dataloader_config"] = sharding_batches(kwargs.get("dataloader_config"))
+            kwargs["parallelism_config"] = given or parallelism_of(config, num_processes())
+        elif kwargs.get("cpu"):
             kwargs.pop("parallelism_config", None)  # accelerate refuses it on CPUs
-        super().__init__(*args, **kwargs)
+        with also_on_cpus():
+            super().__init__(*args, **kwargs)
         if self.distributed_type in _UNSUPPORTED:
             raise ConfigError(
                 f"ZeroAccelerator cannot be combined with {self.distributed_type.value}: remove its plugin"
             )
         self.zero_plugin = plugin
-        self._zero_config = with_mixed_precision(plugin.config, self.mixed_precision)
+        self._zero_config = with_mixed_precision(config, self.mixed_precision)
         scale_loss(self, self._zero_config)
-        self._zero_mesh = self.zero_plugin.mesh or _mesh_of(self, given)
+        self._zero_mesh = self.zero_plugin.mesh or (None if tensor_size > 1 else _mesh_of(self, given))
+        if tensor_size > 1:
+            gather_each_batch_once(self, tensor_size)
         self._resumed: list[Any] = []  # loaders that have yet to continue the epoch in which the state was saved
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,6 +147,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         """Rebind the optimizer to the partitioned parameters of the models prepared so far."""
         self._rebind(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        return args  # accelerate would look for parameters by addresses of rows, which may be empty
 
     def _partition(self, model: nn.Module) -> None:
         if engine_of(model) is None and any(param.requires_grad for param in model.parameters()):
@@ -247,11 +268,6 @@ def _mesh_of(accelerator: Accelerator, given: ParallelismConfig | None) -> Devic
     found = given or accelerator.parallelism_config
     if found is None:
         return None
-    others = [name for name in ("tp_size", "cp_size", "sp_size") if getattr(found, name) > 1]
-    if others:
-        raise ConfigError(
-            f"ZeroAccelerator knows data parallelism only, but the ParallelismConfig has {', '.join(others)}"
-        )
     if found.dp_shard_size > 1:
         names = _DATA_PARALLEL if found.dp_replicate_size > 1 else _DATA_PARALLEL[1:]
         mesh: DeviceMesh = found.get_device_mesh(accelerator.device.type)[names]

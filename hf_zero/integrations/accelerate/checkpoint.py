@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
-from hf_zero.checkpoint.cooperative import match, read_files
+from hf_zero.checkpoint.cooperative import match, read_plan
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
 from hf_zero.checkpoint.model_state import weight_files
@@ -285,10 +285,10 @@ def load_state(
     with world.together(what, CheckpointError):
         with torch.no_grad():
             for model, (plan, names) in zip(models, plans, strict=True):
-                read_files(names, plan.pieces, model_sources(model), folder, world.shard_rank)
+                read_plan(names, plan.pieces, model_sources(model), folder, world)
         for loaded in checked.optimizers:
             plan, sources = loaded.install()
-            read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
+            read_plan([file.name for file in plan.files], plan.pieces, sources, folder, world)
     for engine in (engine_of(model) for model in models):
         if engine is not None:
             engine.mark_dirty()

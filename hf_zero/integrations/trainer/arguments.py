@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
@@ -23,6 +24,7 @@ from hf_zero.engine.summary import Measured, Start, summary, summary_after
 from hf_zero.errors import ConfigError, UsageError
 from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
 from hf_zero.integrations.accelerate.precision import with_mixed_precision
+from hf_zero.integrations.accelerate.tensor_axis import sharding_batches, with_tensor_axis
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.sharding import init
@@ -48,6 +50,7 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
             weights of the checkpoint.
         zero_any_batch: resume from a checkpoint that was written with another number of samples per step, although
             samples are then repeated or left out.
+        tp_size: ranks that share every layer, as in the configuration; `parallelism_config` may say so too.
 
     Attributes:
         zero_config: the `ZeroConfig` that was read; None without one.
@@ -68,6 +71,10 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     )
     zero_any_batch: bool = field(
         default=False, metadata={"help": "Resume from a checkpoint with another number of samples per step."}
+    )
+
+    tp_size: int = field(
+        default=1, metadata={"help": "Ranks that share every layer (tensor parallelism), as tp_size of zero."}
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -119,7 +126,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     make()
     if config is None:
         return
-    config = args.zero_config = with_mixed_precision(config, args.mixed_precision)
+    config = args.zero_config = _with_tensor_axis(with_mixed_precision(config, args.mixed_precision), args)
     _take_full_eval(args, config)
     _ = args.device  # starts the process group
     init.activate(config, args.device)
@@ -158,6 +165,22 @@ def _check_combination(args: TrainingArguments) -> None:
         )
     if os.environ.get("WANDB_LOG_MODEL", "false").lower() not in ("false", "0", ""):
         raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
+
+
+def _with_tensor_axis(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig:
+    """The configuration with the tensor axis that the arguments ask for, and arguments that deal out batches by it."""
+    wanted = getattr(args, "tp_size", 1)
+    if wanted > 1:
+        if config.tp_size not in (1, wanted):
+            raise ConfigError(f"tp_size is {config.tp_size} in zero, but {wanted} in the arguments")
+        config = config.replace(tp_size=wanted)
+    config = with_tensor_axis(config, args.parallelism_config)
+    if config.tp_size > 1:
+        given = args.accelerator_config.dispatch_batches
+        args.accelerator_config.dispatch_batches = sharding_batches(
+            DataLoaderConfiguration(dispatch_batches=given)
+        ).dispatch_batches
+    return config
 
 
 def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:

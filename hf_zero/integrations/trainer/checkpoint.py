@@ -22,7 +22,7 @@ from torch import nn
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import background_of, wait_for
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
-from hf_zero.checkpoint.cooperative import read_files, write_plan
+from hf_zero.checkpoint.cooperative import read_plan, write_plan
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
@@ -52,7 +52,12 @@ def step_of(path: Path) -> int | None:
 def global_batch_of(trainer: Any) -> int:
     """Samples of one optimizer step, over all ranks."""
     args = trainer.args
-    return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    return int(trainer._train_batch_size * args.gradient_accumulation_steps * _num_batches(trainer))
+
+
+def _num_batches(trainer: Any) -> int:
+    """Ranks that see different batches."""
+    return int(trainer.args.world_size) // int(trainer.get_tp_size())
 
 
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any) -> None:
@@ -174,7 +179,7 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
         scheduler = torch.load(folder / _SCHEDULER, weights_only=True)
     with world.together(what, CheckpointError):
         plan, sources = loaded.install()
-        read_files([file.name for file in plan.files], plan.pieces, sources, folder, world.shard_rank)
+        read_plan([file.name for file in plan.files], plan.pieces, sources, folder, world)
     trainer.lr_scheduler.load_state_dict(scheduler)
 
 
@@ -228,7 +233,7 @@ def _check_goes_on(trainer: Any, path: Path, manifest: Manifest) -> None:
         raise UsageError(
             f"{path} was written with {expected} samples a step, and now it would be {ours} "
             f"({trainer._train_batch_size} a rank x {trainer.args.gradient_accumulation_steps} micro-batches x "
-            f"{trainer.args.world_size} ranks): samples would be repeated or left out. Change the batch size, or set "
+            f"{_num_batches(trainer)} ranks): samples would be repeated or left out. Change the batch size, or set "
             "zero_any_batch=True to go on all the same"
         )
 

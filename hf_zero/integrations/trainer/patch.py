@@ -31,6 +31,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.optimizers import rebind_optimizer
 from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.integrations.accelerate.precision import scale_loss
+from hf_zero.integrations.accelerate.tensor_axis import also_on_cpus, gather_each_batch_once
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.sharding.init import is_partitioned
@@ -89,9 +90,12 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
         is_ours = getattr(arguments, "zero_config", None) is not None
         if is_ours and not any(isinstance(entry, callback) or entry is callback for entry in callbacks):
             given["callbacks"] = [*callbacks, callback]
-        with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None):
+        with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None), also_on_cpus():
             original(*bound.args, **bound.kwargs)
         engine = engine_under(self.model)
+        if engine is not None and engine.world.tensor.num_ranks > 1:
+            gather_each_batch_once(self.accelerator, engine.world.tensor.num_ranks)
+            self.gather_function = self.accelerator.gather_for_metrics
         if engine is not None:
             scale_loss(self.accelerator, engine.world.config)
         for entry in self.callback_handler.callbacks:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm.axis import ranks_of
+from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.many_hosts import SeveralHostsCollectives
@@ -43,7 +43,9 @@ def _on(hosts: Sequence[int]) -> Iterator[None]:
 def _make(hosts: Sequence[int], timeout_s: float = 20.0) -> Collectives:
     dist.barrier()  # a worker that imports for the first time is late, and some tests wait for a short time only
     with _on(hosts):
-        collectives = make_collectives("host", ranks_of(None)[0], torch.device("cpu"), timeout_s, Ledger())
+        collectives = make_collectives(
+            "host", [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), timeout_s, Ledger()
+        )
     return collectives
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.comm.axis import ranks_of
+from hf_zero.comm.axis import cells_of
 from hf_zero.comm.host import memory
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
@@ -31,7 +31,7 @@ def test_leave_to_read_is_given_to_the_peers_and_taken_back() -> None:
         given.append(pid)
 
     with mock.patch.object(memory, "let_read", let_read):
-        made = make_collectives("host", ranks_of(None)[0], torch.device("cpu"), 20.0, Ledger())
+        made = make_collectives("host", [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), 20.0, Ledger())
         assert made.name == "host" and given == [os.getppid()]
         del made
         gc.collect()

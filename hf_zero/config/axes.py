@@ -1,0 +1,48 @@
+"""Sizes of axes by the names of the papers: `dp_degree`, `mp_degree`, `pp_degree`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.config import values
+from hf_zero.errors import ConfigError
+
+DEGREES = ("dp_degree", "mp_degree", "pp_degree")
+
+
+def take_degrees(mapping: Mapping[Any, Any], source: str) -> Mapping[Any, Any]:
+    """A configuration in our own names: `mp_degree` is `tp_size`, and the product of all is `expected_world_size`.
+
+    Args:
+        mapping: as it was written.
+        source: where it comes from; the errors name it.
+
+    Raises:
+        ConfigError: a degree is no number, contradicts another key, or is one of pipeline stages.
+    """
+    given = {key: mapping[key] for key in DEGREES if mapping.get(key) is not None}
+    rest = {key: value for key, value in mapping.items() if key not in DEGREES}
+    if not given:
+        return rest
+    try:
+        sizes = {key: values.count(key, value, minimum=1, unit="ranks") for key, value in given.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if sizes.get("pp_degree", 1) > 1:
+        raise ConfigError(
+            f"{source}: key 'pp_degree': {sizes['pp_degree']} stages of a pipeline need a training loop of their own, which "
+            "recipes/pipeline.py has; leave pp_degree out, or use that recipe"
+        )
+    meant = {"tp_size": sizes.get("mp_degree")}
+    if "dp_degree" in sizes:
+        meant["expected_world_size"] = math.prod(sizes.values()) * (
+            1 if "mp_degree" in sizes else rest.get("tp_size", 1)
+        )
+    for key, value in meant.items():
+        if value is not None and rest.get(key, value) != value:
+            raise ConfigError(
+                f"{source}: key '{key}': {values.shown(rest[key])}, but {given} mean {value}; leave one of them out"
+            )
+    return {**rest, **{key: value for key, value in meant.items() if value is not None}}

@@ -1,0 +1,127 @@
+"""What accelerate needs for ranks that see the same batch: the sizes of its mesh, and one of each batch's results.
+
+accelerate deals out batches by its `ParallelismConfig`, which it refuses on CPUs; here it may be used there too. Its
+`gather_for_metrics` takes every rank's results for those of another batch; here it takes one rank's of each batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, DistributedType
+from torch.utils import _pytree as pytree
+
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.errors import ConfigError
+
+
+def asked_for(given: ParallelismConfig | None) -> ParallelismConfig | None:
+    """The axes that a script asks for, or `accelerate launch` did."""
+    is_launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    return given or (ParallelismConfig() if is_launched else None)
+
+
+def with_tensor_axis(config: ZeroConfig, given: ParallelismConfig | None) -> ZeroConfig:
+    """The configuration with the tensor axis of accelerate's, if that has one.
+
+    Raises:
+        ConfigError: it has an axis that zero does not know, or the two differ.
+    """
+    if given is None:
+        return config
+    others = [f"{name}={getattr(given, name)}" for name in ("cp_size", "sp_size") if getattr(given, name) > 1]
+    if others:
+        raise ConfigError(
+            f"ParallelismConfig({', '.join(others)}) cannot be combined with zero, which knows dp_replicate_size, "
+            "dp_shard_size and tp_size"
+        )
+    if given.tp_size == 1:
+        return config
+    if config.tp_size not in (1, given.tp_size):
+        raise ConfigError(f"tp_size is {config.tp_size} in zero, but {given.tp_size} in the ParallelismConfig")
+    if config.replicate not in (1, given.dp_replicate_size):
+        raise ConfigError(
+            f"replicate is {config.replicate} in zero, but dp_replicate_size is {given.dp_replicate_size} in the "
+            "ParallelismConfig"
+        )
+    return config.replace(tp_size=given.tp_size, replicate=given.dp_replicate_size)
+
+
+def parallelism_of(config: ZeroConfig, num_ranks: int) -> ParallelismConfig:
+    """accelerate's form of the axes of a configuration.
+
+    Raises:
+        ConfigError: the tensor axis does not fit the ranks.
+    """
+    if num_ranks % config.tp_size:
+        runs = "process runs" if num_ranks == 1 else "processes run"
+        raise ConfigError(f"tp_size is {config.tp_size}, but {num_ranks} {runs}: it must divide their number")
+    return ParallelismConfig(tp_size=config.tp_size, dp_shard_size=num_ranks // config.tp_size)
+
+
+def num_processes() -> int:
+    """How many processes were started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sharding_batches(given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    """Settings of loaders with which every rank reads its own batches.
+
+    Raises:
+        ConfigError: one rank is to read all of them, for which accelerate cannot deal out batches to several axes.
+    """
+    found = given or DataLoaderConfiguration()
+    if found.dispatch_batches:
+        raise ConfigError("dispatch_batches=True would give all ranks the same batch with tp_size: leave it out")
+    return dataclasses.replace(found, dispatch_batches=False)
+
+
+@contextmanager
+def also_on_cpus() -> Iterator[None]:
+    """Within: accelerate takes a `ParallelismConfig` on CPUs."""
+    original = ParallelismConfig._validate_accelerator
+
+    @functools.wraps(original)
+    def validate(self: ParallelismConfig, accelerator: Accelerator) -> None:
+        if accelerator.distributed_type is not DistributedType.MULTI_CPU:
+            original(self, accelerator)
+        elif self.total_size != accelerator.num_processes:
+            raise ConfigError(
+                f"the axes of the ParallelismConfig have {self.total_size} ranks, but {accelerator.num_processes} processes run"
+            )
+
+    ParallelismConfig._validate_accelerator = validate
+    try:
+        yield
+    finally:
+        ParallelismConfig._validate_accelerator = original
+
+
+def gather_each_batch_once(accelerator: Accelerator, tensor_size: int) -> None:
+    """Let `gather_for_metrics` give the results of each batch once, from the first rank of its tensor axis."""
+    original: Callable[..., Any] = accelerator.gather_for_metrics
+
+    def first_of_each(gathered: torch.Tensor) -> torch.Tensor:
+        by_rank = gathered.view(accelerator.num_processes // tensor_size, tensor_size, -1, *gathered.shape[1:])
+        return by_rank[:, 0].reshape(-1, *gathered.shape[1:])
+
+    def gather(data: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, first_of_each, type(accelerator).gather(accelerator, data))
+
+    @functools.wraps(original)
+    def gather_for_metrics(*args: Any, **kwargs: Any) -> Any:
+        accelerator.gather = gather
+        try:
+            return original(*args, **kwargs)
+        finally:
+            del accelerator.gather
+
+    accelerator.gather_for_metrics = gather_for_metrics
