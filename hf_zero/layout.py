@@ -100,6 +100,23 @@ class OwnerLayout(RowLayout):
 
 
 @dataclass(frozen=True)
+class PlacedLayout(RowLayout):
+    """A tensor cut by rows over some of `num_ranks` ranks, while the others hold none of it.
+
+    Attributes:
+        places: the ranks that hold it, in the order of their rows.
+    """
+
+    places: tuple[int, ...]
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First and last-plus-one element that `rank` holds."""
+        if rank not in self.places:
+            return 0, 0
+        return RowLayout(self.shape, len(self.places)).span(self.places.index(rank))
+
+
+@dataclass(frozen=True)
 class TensorCut:
     """How tensor parallelism cuts a tensor on one dim, before its rows are cut: as `Shard` and `_StridedShard` of `DTensor` do.
 

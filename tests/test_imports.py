@@ -19,7 +19,7 @@ _FLOORS = [
     ["checkpoint"],
     ["sharding"],
     ["integrations.__init__", "integrations.accelerate"],
-    ["integrations.peft", "integrations.trainer"],
+    ["integrations.peft", "integrations.pipeline", "integrations.trainer"],
     ["integrations.everywhere"],
     ["bench"],
     ["plan"],

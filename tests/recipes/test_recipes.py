@@ -271,3 +271,21 @@ def test_vit_reads_over_95_percent_of_the_digits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("held out: "))
     assert float(line.split("accuracy ")[1].removesuffix("%")) > 95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_pipeline_of_two_stages_leaves_what_from_pretrained_loads(chunks: int, tmp_path: Path) -> None:
+    few = [
+        "--steps=3",
+        "--batch_size=1",
+        "--micro_batches=2",
+        "--block_size=8",
+        f"--chunks={chunks}",
+        '--zero={"stage": 1}',
+    ]
+    argv = [*few, _few_rows("clm", tmp_path), f"--output_dir={tmp_path / 'out'}"]
+    printed = run_ranks(_run, 4, "pipeline", argv, str(tmp_path))
+    assert "step 3: loss " in printed[0] and "step" not in printed[1]
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    _assert_changed(made, AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "start"))
