@@ -151,9 +151,8 @@ class GatheredParameters:
         reports = everyone.agree([int(is_changed)], "the end of GatheredParameters")
         if self._modifier_rank is not None and reports[self._modifier_rank][0]:
             everyone.broadcast(item.whole.data, self._modifier_rank, "whole parameters")
-            rows = item.cut.of(
-                item.whole.detach()
-            )  # it is no view where the tensor axis cuts another dim than the rows
+            # Again: where the tensor axis cuts another dim than the rows, it is no view of the whole.
+            rows = item.cut.of(item.whole.detach())
         if any(flag for (flag,) in reports) and not _same_bits(rows, local):
             local.copy_(rows)
         return any(flag for (flag,) in reports)

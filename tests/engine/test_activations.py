@@ -109,8 +109,9 @@ def _odd(size: int, shape: tuple[int, ...]) -> list[int]:
     kept = [packed[0], *packed[2:]]
     sizes = [part.values.numel() for part in kept]
     given[0].sub_(1)
-    for part, tensor in reversed(list(zip(kept, given, strict=True))):
+    for at, (part, tensor) in reversed(list(enumerate(zip(kept, given, strict=True)))):
         torch.testing.assert_close(owner.unpack(part), tensor, rtol=0, atol=1e-6)
+        assert at == 0 or kept[at - 1].arriving is not None  # the one before is on its way
     assert torch.equal(owner.unpack(owner.pack(given[1])), given[1])
     assert owner.pack(torch.arange(9)).dtype == torch.int64  # a mask, positions: kept as they are
     return sizes

@@ -152,3 +152,25 @@ def test_one_process_with_frozen_parameters() -> None:
     assert f"{NUMEL:,} ({trainable:,} trainable)" in text
     assert "none (one process)" in text
     assert (optimizer, traffic) == (2 * 4 * trainable, 0)
+
+
+def _sizes(replicate: int) -> tuple[int, int, int, str]:
+    """Bytes that a rank holds and receives from other replicas, by the formula for hosts and as it is."""
+    torch.manual_seed(0)
+    model = Stack(20 * WIDTH, BLOCKS)
+    engine = zero.shard_model(model, {"stage": 3, "collectives": "pairwise", "replicate": replicate})
+    model(**stack_batch(0, dist.get_rank(), 20 * WIDTH)).backward()
+    held = model_states(engine)
+    object.__setattr__(engine.world, "num_hosts", 2)
+    between = engine.world.ledger.total("all_reduce").bytes
+    return held.parameters + held.gradients + held.optimizer, held.sharded, between, summary(engine)
+
+
+def test_the_text_says_what_replicas_would_save_between_hosts_and_cost() -> None:
+    held, sharded, between, text = run_ranks(_sizes, 4, 1)[0]
+    with_replicas, _, moved, other = run_ranks(_sizes, 4, 2)[0]
+    assert between == 0 < moved
+    assert with_replicas - held == sharded  # by measuring: one more of what was cut
+    row = next(line for line in text.splitlines() if "between hosts" in line)
+    assert f"with replicate: 2, {moved / 2**20:.1f} MiB and {sharded / 2**20:.1f} MiB more memory a rank" in row
+    assert "between hosts" not in other  # it has them

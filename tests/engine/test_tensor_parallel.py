@@ -198,6 +198,15 @@ def test_a_rank_holds_its_part_of_both_axes_and_the_ledger_tells_them_apart() ->
 
 
 @on_ranks(4)
+def test_gathered_parts_are_gone_between_forward_and_backward() -> None:
+    model, engine = _partitioned(shared_folder("heads"), 3, prefetch_bytes=0)
+    loss = loss_of(model, tokens(0, engine.world.data.rank))
+    assert [unit._storage.nbytes() for unit in engine.units] == [0] * len(engine.units)
+    assert not any(unit.is_held for unit in engine.units)  # what autograd keeps of a weight is its place
+    loss.backward()
+
+
+@on_ranks(4)
 def test_users_see_whole_parameters_and_edit_them() -> None:
     model, engine = _partitioned(shared_folder("heads"), 2)
     layer = model.model.layers[0]
