@@ -223,6 +223,11 @@ def new_group_among(
     return cast(dist.ProcessGroup, group)
 
 
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let exchanges of a group that exists already wait for so long."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that exchanges a group's tensors of a device: "gloo", "nccl".
 

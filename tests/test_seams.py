@@ -313,6 +313,7 @@ def tensor_axis_seams() -> list[Seam]:
     from accelerate.parallelism_config import ParallelismConfig
     from transformers import modeling_layers
     from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce as GatedNorms
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
     return [
         Seam(torch.distributed.device_mesh.DeviceMesh, "_flatten", "", "norms over both axes are one exchange"),
@@ -339,6 +340,12 @@ def tensor_axis_seams() -> list[Seam]:
         ),
         Seam(Trainer, "_build_accelerator_args", 'getattr(self.model, "tp_size", None)', "the Trainer's axes"),
         Seam(Trainer, "get_tp_size", "_tp_size", "samples a step"),
+        Seam(
+            Trainer, "_load_rng_state", "rng_state_{process_index}.pth", "one random state for ranks that share layers"
+        ),
+        Seam(torch.distributed.distributed_c10d, "_set_pg_timeout", "", "set_timeout"),
+        Seam(PreTrainedModel, "_resolve_parallel_plans", "return tp_plan, ep_plan, fsdp_plan", "share_resized"),
+        Seam(TensorParallelLayer, "install_forward", "module.forward = tp_forward", "SharedForward is what it makes"),
     ]
 
 

@@ -34,6 +34,7 @@ class Training:
         step: updates the parameters with AdamW and drops the gradients.
         ledger: what counts the exchanges; None if the engine has none.
         context: what the forward runs in.
+        tensor_size: ranks next to each other that share layers, and see the same batch.
     """
 
     model: Callable[..., Any]
@@ -41,6 +42,7 @@ class Training:
     step: Callable[[], None]
     ledger: Ledger | None = None
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+    tensor_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,25 @@ def missing_package(engine: str) -> str | None:
 
 
 def known(engine: str) -> bool:
-    """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise, "none" or "disk"."""
+    """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise, "none" or "disk".
+
+    zero1:tp2 to zero3:tp2, and fsdp2:tp2, share layers between two ranks; so with other numbers.
+    """
     name, _, exchange = engine.partition(":")
+    if _tensor_size(exchange):
+        return name in ("zero1", "zero2", "zero3", "fsdp2")
     return name in ENGINES and (not exchange or (name[4:].isdigit() and exchange in _EXCHANGES))
+
+
+def _tensor_size(exchange: str) -> int:
+    return int(exchange[2:]) if exchange.startswith("tp") and exchange[2:].isdigit() else 0
 
 
 def build(engine: str, setup: Setup) -> Training:
     """Set up `engine`; called by all ranks together."""
     name, _, exchange = engine.partition(":")
+    if size := _tensor_size(exchange):
+        return _tensor_parallel(name, size, setup)
     if name.startswith("zero") and name[4:].isdigit():
         return _hf_zero(int(name[4:]), exchange or "auto", setup)
     return ENGINES[name](setup)
@@ -142,6 +155,40 @@ def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
             setattr(engine.world.collectives, kind, lambda *_: Exchange("nothing", 0.0))
     training = _training(model, _adamw(model.parameters()), setup)
     training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
+    return training
+
+
+def _tensor_parallel(name: str, size: int, setup: Setup) -> Training:
+    """Tensor parallelism of transformers with hf_zero, or with FSDP2 as transformers combines them, of a saved model."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folders)
+        made = setup.make_model()
+        if dist.get_rank() == 0:
+            made.save_pretrained(folders[0])  # type: ignore[operator]
+        is_checkpointed = made.is_gradient_checkpointing
+        del made
+        dist.barrier()
+        options: dict[str, Any] = {}
+        if name == "fsdp2":
+            shards = dist.get_world_size() // size
+            options["distributed_config"] = DistributedConfig(tp_size=size, fsdp_size=shards)
+        else:
+            dtype = str(setup.dtype).removeprefix("torch.")
+            config = {"stage": int(name[4:]), "compute_dtype": dtype, "tp_size": size, "collectives": "pairwise"}
+            stack.enter_context(hf_zero.Init(config))
+        model = AutoModelForCausalLM.from_pretrained(folders[0], **options).train()
+        dist.barrier()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    engine = None if name == "fsdp2" else hf_zero.shard_model(model)
+    training = _training(model, _adamw(model.parameters()), setup)
+    training.tensor_size = size
+    if engine is not None:
+        training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
     return training
 
 

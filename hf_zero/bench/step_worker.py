@@ -38,7 +38,8 @@ def main() -> None:
     setup = Setup(make_model, device, getattr(torch, given["dtype"]), given["batch_size"])
     before = private_bytes(num_ranks)
     training = build(given["engine"], setup)
-    batches = _batches(config.vocab_size, given["batch_size"], given["seq_len"], rank, device)
+    seed = rank // training.tensor_size
+    batches = _batches(config.vocab_size, given["batch_size"], given["seq_len"], seed, device)
     losses = []
     with MemoryPeak(lambda: private_bytes(num_ranks)) as memory:
         for _ in range(_WARM_UP_STEPS):
@@ -78,8 +79,8 @@ def _step(training: Training, batch: Tensor) -> float:
     return float(loss.detach())
 
 
-def _batches(vocabulary: int, batch_size: int, seq_len: int, rank: int, device: torch.device) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(rank)
+def _batches(vocabulary: int, batch_size: int, seq_len: int, seed: int, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randint(vocabulary, (batch_size, seq_len), generator=generator).to(device)
 

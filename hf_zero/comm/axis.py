@@ -113,19 +113,21 @@ def cells_of(mesh: DeviceMesh | None, tensor_size: int) -> list[list[Cell]]:
     return [sorted(tuple(sorted(map(int, cell))) for cell in row) for row in rows]
 
 
-def grid_over(num_replicas: int, num_shards: int, tensor_size: int, device_type: str) -> DeviceMesh:
+def grid_over(num_replicas: int, num_shards: int, tensor_size: int, device_type: str, timeout_s: float) -> DeviceMesh:
     """All ranks of the program as transformers arranges them: pipeline stages, replicas, shards, tensor axis.
 
-    Made once: torch's caches take equal meshes for one another, so their groups must be the same.
+    Made once: torch's caches take equal meshes for one another, so their groups must be the same. transformers' own
+    exchanges on it wait for `timeout_s` seconds, or for what connecting the ranks may take.
     """
     known, shape = _Program.now().grids, (1, num_replicas, num_shards, tensor_size)
     if (shape, device_type) not in known:
         names = ("pp", "dp_replicate", SHARD_AXIS, TENSOR_AXIS)
-        grid = known[shape, device_type] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        grid[
-            SHARD_AXIS, TENSOR_AXIS
-        ]._flatten()  # so that norms over both axes are one exchange, of the same bits everywhere
-    return known[shape, device_type]
+        known[shape, device_type] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        # So that norms over both axes are one exchange, of the same bits everywhere.
+        known[shape, device_type][SHARD_AXIS, TENSOR_AXIS]._flatten()
+    grid = known[shape, device_type]
+    torch_compat.set_timeout(grid[TENSOR_AXIS].get_group(), max(timeout_s, _CONNECT_S))
+    return grid
 
 
 class _Program:

@@ -110,7 +110,7 @@ class Axes:
         grid, cells = None, tuple(replicas[0])
         if tensor_size > 1:
             cells = tuple(replicas[row])
-            grid = _grid(mesh, replicas, device)
+            grid = _grid(mesh, replicas, device, config.timeout_s)
         hosts = {number for (number,) in everyone.agree([host_number()], "the number of hosts")}
         return cls(cut, same_rows, data, tensor, holders, everyone, nearby, grid, cells, len(hosts))
 
@@ -146,10 +146,10 @@ def _place_of(rank: int, replicas: list[list[Cell]]) -> tuple[int, int, int]:
     raise AssertionError(rank)
 
 
-def _grid(mesh: DeviceMesh | None, replicas: list[list[Cell]], device: torch.device) -> DeviceMesh:
+def _grid(mesh: DeviceMesh | None, replicas: list[list[Cell]], device: torch.device, timeout_s: float) -> DeviceMesh:
     if mesh is None:
         shape = (len(replicas), len(replicas[0]), len(replicas[0][0]))
-        return grid_over(*shape, device.type)[SHARD_AXIS, TENSOR_AXIS]
+        return grid_over(*shape, device.type, timeout_s)[SHARD_AXIS, TENSOR_AXIS]
     if mesh.mesh.reshape(-1).tolist() != sorted(mesh.mesh.reshape(-1).tolist()):
         raise UsageError("a mesh with a tensor axis must count its ranks upwards, the tensor axis innermost")
     names = mesh.mesh_dim_names or ()

@@ -18,6 +18,7 @@ from hf_zero.engine.param_hooks import post_accumulate_hooks
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reading import Read, connected
 from hf_zero.engine.reduction import Reducer, WholeReducer, ways
+from hf_zero.engine.tensor_parallel import SameGradients
 from hf_zero.engine.unit import Lease, Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import UsageError
@@ -86,6 +87,8 @@ class Backward:
         self._anchor_node = torch_compat.gradient_node(self.anchor)
         self._world = world
         self._ways = ways(parameters, world)
+        self._trained = parameters
+        self._same_gradients = SameGradients(world)
         self._is_syncing = True
         self._follows_no_sync = False  # since the last reduction
 
@@ -126,6 +129,8 @@ class Backward:
         session.give_back()
         self._finish(session)
         self.gathering.drop()
+        if session.has_gradients and session.gradients.reducer is not None:
+            self._same_gradients.check(self.gathering.num_steps, [(p.name, p.param) for p in self._trained])
         for p in session.gradients.given():
             for hook in post_accumulate_hooks(p.param):
                 hook(p.param)

@@ -240,8 +240,9 @@ def _agreed(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World], key: 
 def _refuse_owners_of_parts(optimizer: torch.optim.Optimizer, worlds: Iterable[World]) -> None:
     if any(world.tensor.num_ranks > 1 for world in worlds):
         raise UsageError(
-            f"{type(optimizer).__name__} steps on whole parameters, each on one rank (optimizer_on), which no rank has with "
-            "tp_size: use an elementwise optimizer (AdamW, Lion, ...), mark_elementwise if it is one, or leave tp_size out"
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} steps on whole parameters, each on one rank "
+            "(optimizer_on), which no rank has with tp_size: use an elementwise optimizer (torch.optim.AdamW, ...), "
+            "mark_elementwise if it is one, or leave tp_size out"
         )
 
 

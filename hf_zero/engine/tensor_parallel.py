@@ -11,6 +11,7 @@ their gradients are added up over the axis. transformers does so in a hook on th
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import _pytree as pytree
 
+from hf_zero import torch_compat
 from hf_zero.comm.collectives import Collectives
 from hf_zero.engine.world import World
 from hf_zero.errors import UsageError
 from hf_zero.layout import row_major
 
+_GRADIENTS_EVERY = 100  # steps
+_GRADIENT_TOLERANCE = 1e-2  # of a norm: far above rounding, far below what another batch or mask does
 _PLACEMENTS, _SUMS = "_zero_tensor_placements", "_zero_sums_over_tensor_axis"
 
 
@@ -130,6 +134,63 @@ class SameInputs:
                     "differ between them: they must see the same batch, as from a loader that the Trainer or accelerate "
                     "has prepared; in a loop of your own, deal out batches by engine.world.data.rank"
                 )
+
+
+class SameGradients:
+    """Looks at gradients of parameters that every rank of the tensor axis has whole: they must be the same there.
+
+    Where they are not, the ranks' parameters drift apart without an error: the model's plan is incomplete, or the ranks
+    see other batches, or draw other random numbers.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._last = -1
+
+    def check(self, num_steps: int, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        """Compare the gradients of now and then a step, the first two among them; called by all ranks together.
+
+        Args:
+            num_steps: optimizer steps so far.
+            parameters: of the model, by name, with their reduced gradients.
+
+        Raises:
+            UsageError: on all ranks, if some that share layers have others.
+        """
+        is_due = num_steps != self._last and (num_steps < 2 or num_steps % _GRADIENTS_EVERY == 0)
+        if self._world.tensor.num_ranks == 1 or not is_due:
+            return
+        self._last = num_steps
+        whole = [(name, param) for name, param in parameters if self._world.cut_of(param).tensor is None]
+        norms = [-1.0 if p.grad is None else float(torch_compat.local_of(p.grad).double().norm()) for _, p in whole]
+        rows = self._world.tensor.agree(
+            [_bits(norm) for norm in norms], "gradients of what is whole on the tensor axis"
+        )
+        bad = -1
+        for index, column in enumerate(zip(*rows, strict=True)):
+            values = [_number(bits) for bits in column]
+            if not max(values) - min(values) <= _GRADIENT_TOLERANCE * max(map(abs, values)):
+                bad = index
+                break
+        found = self._world.everyone.agree([bad], "gradients of what is whole on the tensor axis")
+        first = max(index for (index,) in found)
+        if first >= 0:
+            raise UsageError(
+                f"the gradients of {whole[first][0]!r} differ between ranks that share its layer (tp_size), so these would "
+                "drift apart: the ranks must see the same batches and draw the same random numbers (dropout), and the "
+                "model's own plan for tensor parallelism must be complete, which it is not for every model of transformers"
+            )
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("d", struct.pack("q", bits))[0])
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

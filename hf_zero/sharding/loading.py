@@ -24,7 +24,7 @@ from hf_zero.engine.world import World
 from hf_zero.errors import PartitionError
 from hf_zero.layout import RowLayout
 from hf_zero.sharding.construct import Cutter, is_parameter
-from hf_zero.sharding.tensor_parallel import remember_tensor_axis
+from hf_zero.sharding.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
 from hf_zero.sharding.whole_window import is_mapped
 
 if TYPE_CHECKING:
@@ -225,6 +225,8 @@ class LoadSeam:
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )  # an adapter, a model that stays whole
         cutter = self._open_cutter or Cutter(self._world)
+        with self._world.together("cannot share this model's layers", PartitionError):
+            refuse_mixed_parts(model, load_config.weight_mapping, self._world)
         remember_tensor_axis(model, self._world)
         load_config = self._placed(load_config)
         shapes = checkpoint_shapes(state_dict, checkpoint_files, load_config)

@@ -27,7 +27,7 @@ from hf_zero.engine.tensor_parallel import is_over_tensor_axis
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.sharding import model_methods
-from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis
+from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis, share_resized
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
@@ -326,6 +326,7 @@ def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parame
 def partition_whole(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
     """Share a model's layers over the tensor axis, if there is one, and cut what is not cut yet: see `partition_parameters`."""
     replaced = distribute(model, world)
+    share_resized(model, world)
     remember_tensor_axis(model, world)
     return replaced + partition_parameters(model, world)
 

@@ -7,6 +7,8 @@ it is given a `DistributedConfig`. Here it is given one; and where it would hand
 from __future__ import annotations
 
 import functools
+import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,11 +22,13 @@ from hf_zero.engine.grouping import find_parameters
 from hf_zero.engine.tensor_parallel import is_over_tensor_axis, remember_placement, sum_gradients_over_tensor_axis
 from hf_zero.engine.world import World
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _METHODS = ("from_pretrained", "prepare_distribute_model", "maybe_distribute_model")
+_QUERIES = ("q_proj", "qkv_proj", "query_key_value")
 _PARTIAL_STYLE = "replicated_with_grad_allreduce"
 
 
@@ -100,22 +104,31 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
         PartitionError: transformers has no plan for it.
     """
     from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = find_parameters(model)
+    is_shared = any(is_on_tensor_axis(each.param) for each in found)
+    if is_shared and not any(isinstance(vars(module).get("forward"), SharedForward) for module in model.modules()):
+        raise PartitionError(
+            f"{type(model).__name__} was loaded with a DistributedConfig of its own: load it under zero.Init (or after "
+            "ZeroTrainingArguments) with tp_size in the zero configuration, which gives it one"
+        )
     if world.tensor.num_ranks == 1 or any(isinstance(each.param, DTensor) for each in found):
         return []
     _check_version()
     if not isinstance(model, PreTrainedModel):
         raise PartitionError(
             f"tp_size is {world.tensor.num_ranks}, but {type(model).__name__} is not a model of transformers, whose tensor "
-            "parallelism is used: leave tp_size out"
+            "parallelism is used: leave tp_size out; or load the model in it under zero.Init first, as for adapters"
         )
     old = {id(each.param): each for each in found}
+    mapping = get_model_conversion_mapping(model)
     for each in found:
         world.broadcast(each.param.data, each.names[0])
         for holder, name in each.locations[1:]:  # transformers shares a layer before it ties weights
             holder._parameters[name] = nn.Parameter(each.param.data, each.param.requires_grad)
     _apply(model, _distributed_config(world), world)
+    refuse_mixed_parts(model, mapping, world)
     for each in found:
         (holder, name), *others = each.locations
         for other, other_name in others:
@@ -125,6 +138,68 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
             torch_compat.set_local(each.param, torch_compat.local_of(each.param).clone())
     now = {id(each.param) for each in find_parameters(model)}
     return [(each.param, each.names[0]) for key, each in old.items() if key not in now]
+
+
+def refuse_mixed_parts(model: nn.Module, weight_mapping: Any, world: World) -> None:
+    """Raise for weights of which files have other parts on the dim that ranks share than the model: parts would be mixed up.
+
+    Raises:
+        PartitionError: a conversion of transformers puts such a weight together on that dim, and its plan does not say so.
+    """
+    from transformers.core_model_loading import Chunk, Concatenate, Interleave, WeightConverter
+
+    for name, param in model.named_parameters() if world.tensor.num_ranks > 1 else ():
+        tensor = world.cut_of(param).tensor if isinstance(param, DTensor) else None
+        if tensor is None or tensor.num_groups > 1:
+            continue
+        for converter in [each for each in weight_mapping or () if isinstance(each, WeightConverter)]:
+            patterns = [re.escape(each).replace(r"\*", r"\d+") for each in converter.target_patterns]
+            dims = {op.dim % param.ndim for op in converter.operations if type(op) in (Chunk, Concatenate, Interleave)}
+            if tensor.dim in dims and any(re.search(pattern, name) for pattern in patterns):
+                raise PartitionError(
+                    f"{name!r} is put together of several tensors on dim {tensor.dim}, which {world.tensor.num_ranks} ranks "
+                    "are to share as one (tp_size): transformers' plan for this model does not fit its weights; leave "
+                    "tp_size out"
+                )
+
+
+def share_resized(model: nn.Module, world: World) -> None:
+    """Share embeddings and heads over the tensor axis that were made anew, or resized, since the model was shared.
+
+    Called by all ranks together, with whole plain weights in them.
+    """
+    from transformers import PreTrainedModel
+
+    if world.tensor.num_ranks == 1:
+        return
+    for inner in [each for each in model.modules() if isinstance(each, PreTrainedModel) and "_tp_size" in vars(each)]:
+        plan = inner._resolve_parallel_plans(_distributed_config(world))[0]
+        names = {id(module): name for name, module in inner.named_modules()}
+        ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+        new = [end for end in ends if type(end) in (nn.Embedding, nn.Linear) and type(end.weight) is nn.Parameter]
+        shared = [module for module in new if plan.get(names.get(id(module), ""))]
+        if not shared:
+            continue
+        found = [each for each in find_parameters(inner) if any(holder in shared for holder, _ in each.locations)]
+        for each in found:
+            world.broadcast(each.param.data, each.names[0])
+        with _with_forwards_of_our_own():
+            from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+            for module in shared:
+                style = ALL_PARALLEL_STYLES[plan[names[id(module)]]]
+                for name, param in list(module.named_parameters(recurse=False)):
+                    style.shard_param(module, name, world.tensor_mesh)
+                    made = module._parameters[name]
+                    if made is not None and isinstance(made, DTensor):
+                        torch_compat.set_local(made, torch_compat.local_of(made).clone())  # type: ignore[arg-type]
+                        made.requires_grad_(param.requires_grad)
+                if not isinstance(vars(module).get("forward"), SharedForward):
+                    style.install_forward(module, world.tensor_mesh)
+        for each in found:
+            (holder, name), *others = each.locations
+            for other, other_name in others:
+                other._parameters[other_name] = holder._parameters[name]
 
 
 def remember_tensor_axis(model: nn.Module, world: World) -> None:
@@ -206,7 +281,7 @@ def _apply(model: PreTrainedModel, config: Any, world: World) -> Any:
     from transformers.distributed.mixin import DistributedMixin
 
     _check_heads(model, world)
-    with _without_fsdp(), _with_sums_of_our_own():
+    with _without_fsdp(), _with_forwards_of_our_own():
         try:
             made = DistributedMixin.maybe_distribute_model.__func__(type(model), model, config, _Meshes(world))
         except ValueError as error:
@@ -217,13 +292,26 @@ def _apply(model: PreTrainedModel, config: Any, world: World) -> Any:
 
 
 def _check_heads(model: PreTrainedModel, world: World) -> None:
-    config = model.config.get_text_config()
+    """Raise if ranks would share heads that they cannot divide, by the model's plan."""
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+
+    size, config, plan = world.tensor.num_ranks, model.config.get_text_config(), model.tp_plan or {}
+    shares_queries = any(key.rsplit(".", 1)[-1] in _QUERIES and style == "colwise" for key, style in plan.items())
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % world.tensor.num_ranks:
+        try:
+            heads = getattr(config, name, None)
+        except AttributeError:  # each layer has its own
+            continue
+        if not isinstance(heads, int):
+            continue
+        if name == "num_attention_heads":
+            divides = not shares_queries or heads % size == 0
+        else:
+            divides = get_kv_heads_per_rank(plan, heads, size) is not None
+        if not divides:
             raise ConfigError(
-                f"tp_size is {world.tensor.num_ranks}, which does not divide the {heads} {name} of {type(model).__name__}: use "
-                f"one of {[size for size in range(1, heads + 1) if heads % size == 0]}"
+                f"tp_size is {size}, which does not divide the {heads} {name} of {type(model).__name__}: use one of "
+                f"{[each for each in range(1, heads + 1) if heads % each == 0]}"
             )
 
 
@@ -239,9 +327,37 @@ def _without_fsdp() -> Iterator[None]:
         mixin.apply_fully_sharded_data_parallelism = before
 
 
+class SharedForward:
+    """The forward of a module whose layer ranks share, in place of the function that transformers would make.
+
+    A copy of the module computes with its own weights, where a function would go on with the original's.
+
+    Args:
+        module: whose. Weak: the module holds this.
+        style: what transformers does before and after.
+        mesh: the tensor axis.
+    """
+
+    def __init__(self, module: nn.Module, style: Any, mesh: Any) -> None:
+        self._module, self._style, self._mesh = weakref.ref(module), style, mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, with inputs and outputs placed as the plan says."""
+        module, style, mesh = self._module(), self._style, self._mesh
+        assert module is not None
+        args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
+        with style.context_around_forward(module, mesh):
+            output = type(module).forward(module, *args, **kwargs)
+        return style.transform_output_post_forward(module, output, mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self._module()))
+        return self if module is None else SharedForward(module, self._style, self._mesh)
+
+
 @contextmanager
-def _with_sums_of_our_own() -> Iterator[None]:
-    """Let gradients of parts of activations be added up where gathered parameters are put into the graph."""
+def _with_forwards_of_our_own() -> Iterator[None]:
+    """Let shared modules have a `SharedForward`, and gradients of parts of activations be added up with a gathered weight."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
@@ -250,8 +366,15 @@ def _with_sums_of_our_own() -> Iterator[None]:
             sum_gradients_over_tensor_axis(module)
             return module
 
+    def install(style: Any, module: nn.Module, mesh: Any) -> nn.Module:
+        module.forward = SharedForward(module, style, mesh)
+        return module
+
+    original = TensorParallelLayer.install_forward
     ALL_PARALLEL_STYLES[_PARTIAL_STYLE] = Sums()
+    TensorParallelLayer.install_forward = install
     try:
         yield
     finally:
         del ALL_PARALLEL_STYLES[_PARTIAL_STYLE]
+        TensorParallelLayer.install_forward = original

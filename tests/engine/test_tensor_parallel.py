@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
+from unittest import mock
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.distributed import DistributedConfig
 
 import hf_zero as zero
@@ -19,6 +23,7 @@ from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.summary import summary
 from hf_zero.errors import ConfigError, PartitionError, UsageError
+from hf_zero.sharding.tensor_parallel import refuse_mixed_parts
 from tests.ranks import on_ranks, run_alone, run_ranks
 from tests.tensor_axis import CONFIGS, load, loss_of, saved, shared_folder, tokens
 
@@ -258,6 +263,78 @@ def test_a_whole_model_is_shared_over_the_tensor_axis_with_the_values_of_rank_0(
     loss_of(made, tokens(0, 0)).backward()
 
 
+def _resized(folder: str, size: int) -> list[float]:
+    """Losses of a model with a larger vocabulary, and of a copy of it."""
+    model = load(folder)
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        end.weight.data[67:] = 0.01
+    return _descend(model, [0, 1])
+
+
+def _resized_on_two_axes(folder: str, size: int) -> list[list[float]]:
+    found = []
+    for is_late in (False, True):
+        with zero.Init({"stage": 3, "tp_size": 2, "collectives": "pairwise"}):
+            model = load(folder)
+        if is_late:
+            zero.shard_model(model)
+        model.resize_token_embeddings(size, mean_resizing=False)
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        with zero.GatheredParameters([end.weight for end in ends]):
+            for end in ends:
+                end.weight.data[67:] = 0.01
+        engine = zero.shard_model(model)
+        found.append(_descend(model, [engine.world.data.rank]))
+        assert all(isinstance(param, PartitionedTensor) for param in model.parameters())
+        copied = copy.deepcopy(model)
+        batch = tokens(9, engine.world.data.rank)
+        before = loss_of(model, batch).item()
+        assert loss_of(copied, batch).item() == before
+        for param in copied.parameters():
+            param.data.mul_(0.5)
+        assert loss_of(copied, batch).item() != before == loss_of(model, batch).item()
+    return found
+
+
+def _descend(model: Any, cells: list[int]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(3):
+        for cell in cells:
+            loss = loss_of(model, tokens(step, cell)) / len(cells)
+            loss.backward()
+            losses.append(loss.item() * len(cells))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 70), ("tied", 72)])
+def test_resized_embeddings_and_copies_of_models_compute_with_their_own_weights(name: str, size: int) -> None:
+    losses = run_alone(_resized, saved(name), size)
+    for rank, ways in enumerate(run_ranks(_resized_on_two_axes, 4, saved(name), size)):
+        for found in ways:
+            assert found == pytest.approx(losses[rank // 2 :: 2], rel=1e-6)
+
+
+def _with_saved_modules(folder: str, config: dict[str, Any]) -> list[float]:
+    with zero.Init(config, enabled=bool(config)):
+        model = load(folder)
+    torch.manual_seed(1)
+    saves = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head", "o_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, saves)
+    cells = [zero.shard_model(model).world.data.rank] if config else [0, 1]
+    return _descend(model, cells)
+
+
+def test_modules_that_an_adapter_saves_are_trained() -> None:
+    losses = run_alone(_with_saved_modules, saved("llama"), {})
+    config = {"stage": 3, "tp_size": 2, "collectives": "pairwise"}
+    for rank, found in enumerate(run_ranks(_with_saved_modules, 4, saved("llama"), config)):
+        assert found == pytest.approx(losses[rank // 2 :: 2], rel=1e-5)
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -294,9 +371,33 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks() -> None:
     loss_of(model, tokens(0, 0)).backward()
     with pytest.raises(UsageError, match=r"Muon .* tp_size"):
         muon.step()
-    other, _ = _partitioned(folder, 2)
+    heads = shared_folder("heads")
+    with mock.patch("hf_zero.sharding.tensor_parallel.sum_gradients_over_tensor_axis"):  # as if the plan did not say so
+        incomplete, _ = _partitioned(heads, 3)
+    with pytest.raises(UsageError, match=r"q_norm\.weight' differ between ranks that share its layer"):
+        loss_of(incomplete, tokens(0, dist.get_rank() // 2)).backward()
+    other, engine = _partitioned(folder, 2)
+    mixed = WeightConverter("a", "down_proj.weight", operations=[Concatenate(dim=1)])
+    with pytest.raises(PartitionError, match=r"down_proj\.weight' is put together of several tensors on dim 1"):
+        refuse_mixed_parts(other, [mixed], engine.world)
     with pytest.raises(UsageError, match=r"ranks \[2, 3\] share every layer"):
         loss_of(other, tokens(0, max(dist.get_rank(), 2)))
+
+
+@on_ranks(2)
+def test_a_model_that_transformers_has_shared_by_itself_is_refused() -> None:
+    model = load(shared_folder("heads"), distributed_config=DistributedConfig(tp_size=2))
+    for config in ({"tp_size": 2}, {}):
+        with pytest.raises(PartitionError, match=r"DistributedConfig of its own: load it under zero\.Init"):
+            zero.shard_model(model, {"stage": 3, "collectives": "pairwise", **config})
+
+
+@on_ranks(2)
+def test_exchanges_of_transformers_wait_as_long_as_ours() -> None:
+    _, engine = _partitioned(shared_folder("llama"), 3, timeout_s=61.0)
+    assert engine.world.grid is not None
+    group = engine.world.grid["tp"].get_group()
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 61
 
 
 def test_stage_0_and_wrong_degrees_are_refused() -> None:

@@ -39,6 +39,7 @@ from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
 from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
+from hf_zero.integrations.random_state import share_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +276,7 @@ def load_state(
     # State changes from here on. Parameters come last, except for the user's objects, which may need them.
     with world.together(what, CheckpointError):
         _load_small_files(accelerator, folder, checked, kwargs)
+    share_random_state(world)
     if world.rank == 0 and manifest.world_size != world.num_ranks:
         logger.info(
             "%s was saved by %d ranks, and %d load it: random states of others are skipped, ranks without any keep theirs",

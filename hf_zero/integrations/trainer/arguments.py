@@ -176,6 +176,10 @@ def _with_tensor_axis(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig
         config = config.replace(tp_size=wanted)
     config = with_tensor_axis(config, args.parallelism_config)
     if config.tp_size > 1:
+        if not args.average_tokens_across_devices:
+            raise ConfigError(
+                "average_tokens_across_devices=False makes the Trainer's losses tp_size times too large: leave it out"
+            )
         given = args.accelerator_config.dispatch_batches
         args.accelerator_config.dispatch_batches = sharding_batches(
             DataLoaderConfiguration(dispatch_batches=given)

@@ -11,6 +11,7 @@ Nothing changes for a Trainer whose arguments, callbacks and model have nothing 
 - `_save`: a model without a `save_pretrained` is saved by all ranks.
 - `_save_checkpoint`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`,
   `_load_best_model`: checkpoints are written, committed, verified and read by `trainer_checkpoint`.
+- `_load_rng_state`: ranks that share layers get one random state.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from hf_zero.engine.optimizers import rebind_optimizer
 from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.integrations.accelerate.precision import scale_loss
 from hf_zero.integrations.accelerate.tensor_axis import also_on_cpus, gather_each_batch_once
+from hf_zero.integrations.random_state import share_random_state
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.sharding.init import is_partitioned
@@ -60,6 +62,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
         "_load_from_checkpoint": _wrap_load_weights,
         "_load_optimizer_and_scheduler": _wrap_load_optimizer,
         "_load_best_model": _wrap_load_best,
+        "_load_rng_state": _wrap_load_random,
     }
     if compare_versions("transformers", "<", "5.23"):
         wrappers["save_model"] = _wrap_save_model
@@ -208,6 +211,16 @@ def _wrap_load_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine_under(self.model) is None or checkpoint is None:
             return original(self, checkpoint)
         return trainer_checkpoint.load_optimizer(self, Path(checkpoint))
+
+    return wrapped
+
+
+def _wrap_load_random(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, checkpoint: str | None) -> None:
+        original(self, checkpoint)
+        engine = engine_under(self.model)
+        if engine is not None and checkpoint is not None:
+            share_random_state(engine.world)
 
     return wrapped
 

@@ -116,6 +116,7 @@ def test_arguments_that_contradict_each_other_are_refused(tmp_path: Path) -> Non
     refuses("tp_size is 4 in zero, but 2 in the Para", {"tp_size": 4}, parallelism_config=ParallelismConfig(tp_size=2))
     refuses(r"ParallelismConfig\(cp_size=2\) cannot", {}, parallelism_config=ParallelismConfig(cp_size=2))
     refuses("pp_degree", {"stage": 1, "pp_degree": 2})
+    refuses("average_tokens_across_devices=False", {"tp_size": 2}, average_tokens_across_devices=False)
     refuses("dispatch_batches", {"tp_size": 2}, accelerator_config={"dispatch_batches": True})
     zero.undo()
 
@@ -138,11 +139,13 @@ def _accelerate(folder: str, out: str) -> tuple[list[float], list[int], int]:
         gathered, which = accelerator.gather_for_metrics((loss.detach().repeat(len(batch)), numbers))
         losses.append(gathered.mean().item())
         seen += which.tolist()
+    torch.manual_seed(accelerator.process_index)
     accelerator.save_state(out)
     whole = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     for param in model.parameters():
         param.data.zero_()
     accelerator.load_state(out)
+    assert len({float(each) for each in accelerator.gather(torch.rand(1))}) == 2  # a random state a cell
     assert all(torch.equal(value, whole[name]) for name, value in accelerator.get_state_dict(model).items())
     return losses, seen, accelerator.num_processes
 
