@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.axis import TENSOR_AXIS
-from hf_zero.engine.grouping import find_parameters
+from hf_zero.engine.grouping import Found, find_parameters
 from hf_zero.engine.tensor_parallel import is_over_tensor_axis, remember_placement, sum_gradients_over_tensor_axis
 from hf_zero.engine.world import World
 from hf_zero.errors import ConfigError, PartitionError
@@ -103,9 +103,6 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
     Raises:
         PartitionError: transformers has no plan for it.
     """
-    from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     found = find_parameters(model)
     is_shared = any(is_on_tensor_axis(each.param) for each in found)
     if is_shared and not any(isinstance(vars(module).get("forward"), SharedForward) for module in model.modules()):
@@ -115,6 +112,9 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
         )
     if world.tensor.num_ranks == 1 or any(isinstance(each.param, DTensor) for each in found):
         return []
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     _check_version()
     if not isinstance(model, PreTrainedModel):
         raise PartitionError(
@@ -129,10 +129,7 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
             holder._parameters[name] = nn.Parameter(each.param.data, each.param.requires_grad)
     _apply(model, _distributed_config(world), world)
     refuse_mixed_parts(model, mapping, world)
-    for each in found:
-        (holder, name), *others = each.locations
-        for other, other_name in others:
-            other._parameters[other_name] = holder._parameters[name]
+    _tie_again(found)
     for each in find_parameters(model):
         if isinstance(each.param, DTensor):  # its part is a view of the whole
             torch_compat.set_local(each.param, torch_compat.local_of(each.param).clone())
@@ -168,24 +165,21 @@ def share_resized(model: nn.Module, world: World) -> None:
 
     Called by all ranks together, with whole plain weights in them.
     """
-    from transformers import PreTrainedModel
-
     if world.tensor.num_ranks == 1:
         return
+    from transformers import PreTrainedModel
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
     for inner in [each for each in model.modules() if isinstance(each, PreTrainedModel) and "_tp_size" in vars(each)]:
-        plan = inner._resolve_parallel_plans(_distributed_config(world))[0]
-        names = {id(module): name for name, module in inner.named_modules()}
         ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
         new = [end for end in ends if type(end) in (nn.Embedding, nn.Linear) and type(end.weight) is nn.Parameter]
+        plan = inner._resolve_parallel_plans(_distributed_config(world))[0] if new else {}
+        names = {id(module): name for name, module in inner.named_modules()}
         shared = [module for module in new if plan.get(names.get(id(module), ""))]
-        if not shared:
-            continue
         found = [each for each in find_parameters(inner) if any(holder in shared for holder, _ in each.locations)]
         for each in found:
             world.broadcast(each.param.data, each.names[0])
         with _with_forwards_of_our_own():
-            from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-
             for module in shared:
                 style = ALL_PARALLEL_STYLES[plan[names[id(module)]]]
                 for name, param in list(module.named_parameters(recurse=False)):
@@ -196,10 +190,15 @@ def share_resized(model: nn.Module, world: World) -> None:
                         made.requires_grad_(param.requires_grad)
                 if not isinstance(vars(module).get("forward"), SharedForward):
                     style.install_forward(module, world.tensor_mesh)
-        for each in found:
-            (holder, name), *others = each.locations
-            for other, other_name in others:
-                other._parameters[other_name] = holder._parameters[name]
+        _tie_again(found)
+
+
+def _tie_again(found: list[Found]) -> None:
+    """Let modules that held one parameter hold one again: what the first of them has now."""
+    for each in found:
+        (holder, name), *others = each.locations
+        for other, other_name in others:
+            other._parameters[other_name] = holder._parameters[name]
 
 
 def remember_tensor_axis(model: nn.Module, world: World) -> None:

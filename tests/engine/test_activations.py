@@ -75,8 +75,16 @@ def _step(folder: str, size: int, partition: bool, use_reentrant: bool) -> dict[
     }
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize(("num_ranks", "size"), [(4, 2), (3, 3)], ids=["2x2", "1x3"])
+@pytest.mark.parametrize(
+    ("num_ranks", "size", "use_reentrant"),
+    [
+        (4, 2, True),
+        pytest.param(4, 2, False, marks=pytest.mark.slow),
+        pytest.param(3, 3, True, marks=pytest.mark.slow),
+        (3, 3, False),
+    ],
+    ids=["2x2 reentrant", "2x2", "1x3 reentrant", "1x3"],
+)
 def test_each_rank_keeps_a_part_of_each_input_and_gradients_have_the_same_bits(
     num_ranks: int, size: int, use_reentrant: bool
 ) -> None:

@@ -78,7 +78,12 @@ def _of_two_axes(folder: str) -> list[tuple[float, Values]]:
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+_EVERY_DAY = ("heads", "experts")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _EVERY_DAY else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
 def test_gradients_have_the_bits_of_tensor_parallelism_alone(name: str) -> None:
     losses, gradients = run_ranks(_of_transformers_alone, 2, saved(name))[0]
     for rank, stages in enumerate(run_ranks(_of_two_axes, 4, saved(name))):
@@ -134,8 +139,8 @@ def _train_plain(folder: str, num_cells: int) -> tuple[list[float], list[float],
     [
         (4, 1, {}),
         (4, 3, {"collectives": "host"}),
-        (4, 3, {"wire": {"gather": "float32"}, "keep_whole_numel": 24}),
-        (2, 2, {}),
+        pytest.param(4, 3, {"keep_whole_numel": 24}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
         (3, 3, {"tp_size": 3}),
     ],
     ids=["2x2 stage 1", "2x2 shared memory", "2x2 norms whole", "1x2", "1x3"],
@@ -310,7 +315,7 @@ def _descend(model: Any, cells: list[int]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 70), ("tied", 72)])
+@pytest.mark.parametrize(("name", "size"), [pytest.param("llama", 70, marks=pytest.mark.slow), ("tied", 72)])
 def test_resized_embeddings_and_copies_of_models_compute_with_their_own_weights(name: str, size: int) -> None:
     losses = run_alone(_resized, saved(name), size)
     for rank, ways in enumerate(run_ranks(_resized_on_two_axes, 4, saved(name), size)):

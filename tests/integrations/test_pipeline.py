@@ -111,7 +111,9 @@ def _train_whole(folder: str, out: str) -> tuple[list[list[float]], list[float],
     return losses, norms, [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize(("name", "stage", "chunks"), [("llama", 1, 1), ("llama", 3, 2), ("qwen3", 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "stage", "chunks"), [("llama", 1, 1), pytest.param("llama", 3, 2, marks=pytest.mark.slow), ("qwen3", 2, 2)]
+)
 def test_two_stages_of_two_ranks_train_as_one_process(tmp_path: Path, name: str, stage: int, chunks: int) -> None:
     folder = _saved(name, tmp_path / "start")
     losses, norms, names = run_alone(_train_whole, folder, str(tmp_path / "whole"))

@@ -85,24 +85,32 @@ def _equal(found: dict[str, Any], reference: dict[str, Any], first: int = 0) -> 
     )
 
 
-def test_trainer_trains_evaluates_and_resumes_on_any_axes_as_one_process(tmp_path: Path) -> None:
+_OTHER_AXES = ((3, 3, 4, 2), (2, 1, 2, 3), (4, 1, 1, 2))  # ranks, tp_size, samples a cell, stage
+
+
+@pytest.mark.parametrize("others", [(), pytest.param(_OTHER_AXES, marks=pytest.mark.slow)], ids=["1x2", "any"])
+def test_trainer_trains_evaluates_and_resumes_on_any_axes_as_one_process(
+    tmp_path: Path, others: tuple[tuple[int, int, int, int], ...]
+) -> None:
     folder = saved("llama")
     reference = run_alone(_run, folder, str(tmp_path / "one"), 4, None)
     whole = run_ranks(_run, 4, folder, str(tmp_path / "a"), 2, {"stage": 3}, tp_size=2, saves=True)
     assert all(each["losses"] == whole[0]["losses"] for each in whole)
     _equal(whole[0], reference)
     middle = str(tmp_path / "a" / "checkpoint-2")
-    for num_ranks, size, batch, stage in ((2, 2, 4, 1), (3, 3, 4, 2), (2, 1, 2, 3)):
+    for num_ranks, size, batch, stage in ((2, 2, 4, 1), *others):
         out = str(tmp_path / f"{num_ranks}-{size}")
         config = {"stage": stage, "tp_size": size}
         _equal(run_ranks(_run, num_ranks, folder, out, batch, config, resume=middle)[0], reference, first=2)
     _equal(run_alone(_run, folder, str(tmp_path / "b"), 4, {"stage": 2}, resume=middle), reference, first=2)
-    back = run_ranks(_run, 2, folder, str(tmp_path / "c"), 2, {"stage": 2}, saves=True)
-    assert back[0]["step"] == _STEPS
-    options = {
-        "resume": str(tmp_path / "c" / "checkpoint-2"),
-        "parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2),
-    }
+
+
+def test_trainer_goes_on_with_a_tensor_axis_where_there_was_none(tmp_path: Path) -> None:
+    folder = saved("llama")
+    reference = run_alone(_run, folder, str(tmp_path / "one"), 4, None)
+    run_ranks(_run, 2, folder, str(tmp_path / "c"), 2, {"stage": 2}, saves=True)
+    axes = ParallelismConfig(tp_size=2, dp_shard_size=2)
+    options = {"resume": str(tmp_path / "c" / "checkpoint-2"), "parallelism_config": axes}
     _equal(run_ranks(_run, 4, folder, str(tmp_path / "d"), 2, {"stage": 1}, **options)[0], reference, first=2)
 
 
