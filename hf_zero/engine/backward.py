@@ -129,7 +129,7 @@ class Backward:
         session.give_back()
         self._finish(session)
         self.gathering.drop()
-        if session.has_gradients and session.gradients.reducer is not None:
+        if self._world.tensor.num_ranks > 1 and session.has_gradients and session.gradients.reducer is not None:
             self._same_gradients.check(self.gathering.num_steps, [(p.name, p.param) for p in self._trained])
         for p in session.gradients.given():
             for hook in post_accumulate_hooks(p.param):

@@ -82,7 +82,7 @@ def _save(folder: str, out: str, tp_size: int) -> None:
 
 
 _FILES = [*((name, 4, 2) for name in CONFIGS), ("llama", 3, 3)]
-_EVERY_DAY = [("experts", 4, 2), ("tied", 4, 2)]
+_EVERY_DAY = [("experts", 4, 2)]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def goes_on_after_kill(seed: int, train: Train, straight: str, folder: str) -> N
         assert Path(run, "checkpoint-6", name).read_bytes() == Path(straight, "checkpoint-6", name).read_bytes(), kill
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_training_goes_on_after_sigkill_as_if_it_had_not_been(
     seed: int, train: Train, straight: str, folder: str
 ) -> None:

@@ -195,7 +195,7 @@ def _inputs(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        "Gemma2ForCausalLM",
+        pytest.param("Gemma2ForCausalLM", marks=pytest.mark.slow),
         "Qwen3MoeForCausalLM",
         "FalconForCausalLM",
         "BartForConditionalGeneration",

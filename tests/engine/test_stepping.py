@@ -278,7 +278,10 @@ def differences(kinds: dict[str, str], stage: int, **options: Any) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (2, 3), (3, 3)])
+@pytest.mark.parametrize(
+    ("num_ranks", "stage"),
+    [(2, 1), (2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (3, 3)))],
+)
 def test_any_optimizer_equals_one_process_bit_for_bit(num_ranks: int, stage: int) -> None:
     kinds = {**dict.fromkeys(ROWS, "rows"), **dict.fromkeys(WHOLE, "whole")}
     for found in run_ranks(differences, num_ranks, kinds, stage):

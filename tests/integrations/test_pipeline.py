@@ -112,7 +112,12 @@ def _train_whole(folder: str, out: str) -> tuple[list[list[float]], list[float],
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "chunks"), [("llama", 1, 1), pytest.param("llama", 3, 2, marks=pytest.mark.slow), ("qwen3", 2, 2)]
+    ("name", "stage", "chunks"),
+    [
+        ("llama", 1, 1),
+        pytest.param("llama", 3, 2, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_two_stages_of_two_ranks_train_as_one_process(tmp_path: Path, name: str, stage: int, chunks: int) -> None:
     folder = _saved(name, tmp_path / "start")

@@ -254,7 +254,8 @@ def problems_of_loads(root: str, is_activated: bool) -> Problems:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "is_activated"), [(2, False), (2, True), (3, True), pytest.param(3, False, marks=pytest.mark.slow)]
+    ("num_ranks", "is_activated"),
+    [(2, False), (3, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, True), (3, False)))],
 )
 def test_loaded_model_has_the_bits_of_the_unsharded_one(checkpoints: str, num_ranks: int, is_activated: bool) -> None:
     """Ranks with different seeds (under `Init`) get the fresh heads of rank 0."""

@@ -105,6 +105,7 @@ def test_trainer_trains_evaluates_and_resumes_on_any_axes_as_one_process(
     _equal(run_alone(_run, folder, str(tmp_path / "b"), 4, {"stage": 2}, resume=middle), reference, first=2)
 
 
+@pytest.mark.slow
 def test_trainer_goes_on_with_a_tensor_axis_where_there_was_none(tmp_path: Path) -> None:
     folder = saved("llama")
     reference = run_alone(_run, folder, str(tmp_path / "one"), 4, None)
