@@ -8,6 +8,7 @@ from hf_zero.cli import main
 from hf_zero.doctor import packages
 
 
+@pytest.mark.slow
 def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out

@@ -225,6 +225,7 @@ def test_close_pool_leaves_no_process_and_no_folder() -> None:
     assert all(_has_ended(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     code = f"from tests import test_ranks; test_ranks.run_alone(test_ranks._note_pid_and_hang, {str(noted)!r})"

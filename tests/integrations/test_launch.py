@@ -77,7 +77,8 @@ def _found(result: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(line.removeprefix("found "))
 
 
-@pytest.mark.parametrize("name", ["trainer", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/test_two_hosts.py launches a plain script of the Trainer every day
+@pytest.mark.parametrize("name", ["trainer", "accelerate"])
 def test_unchanged_scripts_train_under_the_launcher_as_under_ddp(name: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text({"trainer": TRAINER, "accelerate": ACCELERATE}[name])
     (tmp_path / "zero.yaml").write_text("stage: 3\n")

@@ -707,6 +707,7 @@ def save_all(folder: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_saved_folders_load_without_hf_zero(folder: str) -> None:
     results = run_ranks(save_all, 2, folder)[0]
     weights = results["weights"]
