@@ -78,12 +78,11 @@ class Part:
     """What one rank keeps of an activation.
 
     Attributes:
-        number: of the activation, in the order of the forward; the same on every rank.
         shape, dtype: of the whole.
         values: this rank's part; the last one may be followed by padding.
+        arriving: the whole, flat and padded, and the exchange that fills it, once that is under way.
     """
 
-    number: int
     shape: torch.Size
     dtype: torch.dtype
     values: Tensor | None = None
@@ -107,7 +106,6 @@ class PartitionedActivations:
         self._over: Collectives | None = world.tensor if is_cut else None
         self._is_offloaded = activations.offload and world.device.type != "cpu"
         self.slabs: dict[tuple[torch.Size, torch.dtype], list[Slab]] = {}
-        self._numbers = 0
         self._layers: list[weakref.ref[nn.Module]] = []  # that are checkpointed
         self._in_order: list[weakref.ref[Part]] = []  # of the forward under way, or the last one
         self._known: list[tuple[weakref.ref[Tensor], int, weakref.ref[Part]]] = []  # inputs, which layers may share
@@ -132,8 +130,8 @@ class PartitionedActivations:
             if function is None or not getattr(module, "gradient_checkpointing", False):
                 continue
             self._layers.append(weakref.ref(module))
-            if not isinstance(function, _Checkpoint):
-                vars(module)[_FUNCTION] = _Checkpoint(function, self)
+            if not isinstance(function, _Checkpoint) or function.owner() is not self:  # of an engine before
+                vars(module)[_FUNCTION] = _Checkpoint(_given(function), self)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -146,8 +144,7 @@ class PartitionedActivations:
         if known is not None:
             return known
         self._check_alike(tensor)
-        part = Part(self._numbers, tensor.shape, tensor.dtype)
-        self._numbers += 1
+        part = Part(tensor.shape, tensor.dtype)
         part.values = self._room_for(part, -(-tensor.numel() // num_parts))
         own = tensor.detach().reshape(-1)
         if self._over is not None:
@@ -252,19 +249,20 @@ class _Checkpoint:
     """
 
     def __init__(self, function: Callable[..., Any], owner: PartitionedActivations) -> None:
-        self._function, self._owner = function, weakref.ref(owner)
+        self.function, self.owner = function, weakref.ref(owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
-        owner = self._owner()
+        owner = self.owner()
         if owner is None or not torch.is_grad_enabled():
-            return self._function(*args, **kwargs)
+            return self.function(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(owner.pack, owner.unpack):
-            return self._function(*args, **kwargs)
+            return self.function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _given, (self._function,)
+        return _given, (self.function,)
 
 
 def _given(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+    """What transformers has put there."""
+    return function.function if isinstance(function, _Checkpoint) else function

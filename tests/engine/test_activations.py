@@ -136,7 +136,13 @@ def test_ranks_with_other_inputs_are_told_so() -> None:
     config = {"stage": 1, "tp_size": 2, "collectives": "pairwise", "activations": {"partition": True}}
     with zero.Init(config):
         model = load(shared_folder("llama"))
+    model.gradient_checkpointing_enable()
     engine = zero.shard_model(model)
+    for _ in range(2):  # also under a second engine of the same modules
+        loss_of(model, tokens(0, 0)).backward()
+        assert engine.activations.slabs
+        engine.close()
+        engine = zero.shard_model(model)
     with pytest.raises(UsageError, match=r"ranks \[0, 1\] share a layer, but do not have the same input"):
         engine.activations.pack(torch.full((3, 3), float(dist.get_rank())))
 

@@ -24,7 +24,7 @@ from hf_zero.engine.summary import Measured, Start, summary, summary_after
 from hf_zero.errors import ConfigError, UsageError
 from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
 from hf_zero.integrations.accelerate.precision import with_mixed_precision
-from hf_zero.integrations.accelerate.tensor_axis import sharding_batches, with_tensor_axis
+from hf_zero.integrations.accelerate.tensor_axis import asked_for, sharding_batches, with_tensor_axis
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.sharding import init
@@ -174,7 +174,7 @@ def _with_tensor_axis(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig
         if config.tp_size not in (1, wanted):
             raise ConfigError(f"tp_size is {config.tp_size} in zero, but {wanted} in the arguments")
         config = config.replace(tp_size=wanted)
-    config = with_tensor_axis(config, args.parallelism_config)
+    config = with_tensor_axis(config, asked_for(args.parallelism_config))
     if config.tp_size > 1:
         if not args.average_tokens_across_devices:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -157,6 +158,17 @@ def _accelerate(folder: str, out: str) -> tuple[list[float], list[int], int]:
     assert len({float(each) for each in accelerator.gather(torch.rand(1))}) == 2  # a random state a cell
     assert all(torch.equal(value, whole[name]) for name, value in accelerator.get_state_dict(model).items())
     return losses, seen, accelerator.num_processes
+
+
+@on_ranks(2)
+def test_axes_that_accelerate_launch_asks_for_reach_both(tmp_path: Path) -> None:
+    asked = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    with mock.patch.dict(os.environ, asked):
+        args = zero.ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, zero={"collectives": "pairwise"})
+        assert args.zero_config is not None and args.zero_config.tp_size == 2
+        zero.undo()
+        accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=2, collectives="pairwise"))
+    assert accelerator._zero_config.tp_size == 2 and accelerator.parallelism_config.tp_size == 2
 
 
 def test_accelerator_deals_out_a_batch_to_each_cell_and_collects_its_results_once(tmp_path: Path) -> None:
