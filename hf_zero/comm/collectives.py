@@ -6,6 +6,7 @@ Gathers and reductions return a handle to wait on later. An exchange that fails 
 
 from __future__ import annotations
 
+import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -287,6 +288,11 @@ class Collectives(ABC):
             return [[] for _ in heads]
         rows = self._swap(torch.tensor(list(values), dtype=torch.int64), label, self.timeout_s)
         return [row.tolist() for row in rows]
+
+    def agree_on_floats(self, values: Sequence[float], label: str) -> list[list[float]]:
+        """As `agree`, of float64 values, bit for bit."""
+        rows = self.agree(struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values)), label)
+        return [list(struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row))) for row in rows]
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Wait until every rank has made the same call; the error names a rank that did not."""

@@ -5,8 +5,10 @@ The only reader of the `HF_ZERO_*` variables but for `HF_ZERO_COLLECTIVES`, whic
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,10 @@ def _parse_yaml(text: str, source: str) -> object:
         raise ConfigError(f"{source}: is not YAML: {where}{error.problem or error.context}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-45
         raise ConfigError(f"{source}: cannot be read as YAML: {error}") from None
+
+
+@functools.cache
+def show_once(text: str) -> None:
+    """Write to stderr, on the first rank: loggers are silent at the level of information, and this is what people must know."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(text)

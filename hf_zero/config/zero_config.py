@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -308,15 +306,8 @@ def load_with_import(
             raise ConfigError(f"{name}, with the given overrides: {error}") from None
     if imported is None:
         return config, None
-    _show_once(f"hf_zero: {name} is a DeepSpeed file; what it means here:\n{imported.table()}\n")
+    files.show_once(f"hf_zero: {name} is a DeepSpeed file; what it means here:\n{imported.table()}\n")
     return config, dataclasses.replace(imported, config=config)
-
-
-@functools.cache
-def _show_once(text: str) -> None:
-    """Write to stderr, on the first rank: loggers are silent at the level of information, and this is what people must know."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(text)
 
 
 def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str]) -> DeepSpeedImport:

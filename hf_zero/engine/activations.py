@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.config.activations import Activations
+from hf_zero.engine.tensor_parallel import checksum
 from hf_zero.engine.world import World
 from hf_zero.errors import UsageError
 from hf_zero.layout import RowLayout
@@ -185,9 +185,7 @@ class PartitionedActivations:
         if self._is_checked or self._over is None:
             return
         self._is_checked = True
-        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        bits = zlib.crc32(values.numpy().tobytes())
-        found = self._over.agree([tensor.numel(), bits], "the input of a checkpointed layer")
+        found = self._over.agree([tensor.numel(), checksum([tensor])], "the input of a checkpointed layer")
         if len({tuple(row) for row in found}) > 1:
             raise UsageError(
                 f"activations.partition: ranks {list(self._over.ranks)} share a layer, but do not have the same input to it: "

@@ -7,7 +7,6 @@ averages over the ranks, so the gradient of the value is the average of theirs, 
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -47,9 +46,7 @@ class _MeanGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (own,) = gradients
         values = own.detach().reshape(-1).double().tolist()
-        bits = struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
         # As messages of an agreement, which stand beside the reductions in any order, and name a rank that has none.
-        rows = ctx.world.everyone.agree(bits, "the gradient of a value computed from parameters")
-        by_rank = [struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row)) for row in rows]
+        by_rank = ctx.world.everyone.agree_on_floats(values, "the gradient of a value computed from parameters")
         mean = torch.tensor(by_rank, dtype=torch.float64).sum(0).div_(len(by_rank))
         return mean.to(own.device, own.dtype).view(own.shape), None

@@ -11,9 +11,8 @@ their gradients are added up over the axis. transformers does so in a hook on th
 
 from __future__ import annotations
 
-import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +124,7 @@ class SameInputs:
             return
         self._is_checked = True
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is Tensor]
-        found = self._world.everyone.agree([zlib.crc32(b"".join(map(_bytes_of, tensors)))], "the inputs of the model")
+        found = self._world.everyone.agree([checksum(tensors)], "the inputs of the model")
         size, ranks = self._world.tensor.num_ranks, self._world.everyone.ranks
         for first in range(0, len(ranks), size):
             if len({value for (value,) in found[first : first + size]}) > 1:
@@ -166,12 +165,9 @@ class SameGradients:
         self._last = num_steps
         whole = [(name, param) for name, param in parameters if self._world.cut_of(param).tensor is None]
         norms = [-1.0 if p.grad is None else float(torch_compat.local_of(p.grad).double().norm()) for _, p in whole]
-        rows = self._world.tensor.agree(
-            [_bits(norm) for norm in norms], "gradients of what is whole on the tensor axis"
-        )
+        rows = self._world.tensor.agree_on_floats(norms, "gradients of what is whole on the tensor axis")
         bad = -1
-        for index, column in enumerate(zip(*rows, strict=True)):
-            values = [_number(bits) for bits in column]
+        for index, values in enumerate(zip(*rows, strict=True)):
             if not max(values) - min(values) <= _GRADIENT_TOLERANCE * max(map(abs, values)):
                 bad = index
                 break
@@ -185,16 +181,13 @@ class SameGradients:
             )
 
 
-def _bits(number: float) -> int:
-    return int(struct.unpack("q", struct.pack("d", number))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("d", struct.pack("q", bits))[0])
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that tells apart other values, of tensors on any device."""
+    found = 0
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        found = zlib.crc32(values.numpy().tobytes(), found)
+    return found
 
 
 def is_over_tensor_axis(param: Tensor, world: World) -> bool:

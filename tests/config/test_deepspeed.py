@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.config import zero_config
+from hf_zero.config import files
 from hf_zero.config.activations import Activations
 from hf_zero.config.deepspeed_rules import TOP_KEYS
 from hf_zero.config.offload import Offload
@@ -722,7 +722,7 @@ def test_deepspeed_table_is_shown_once_on_the_first_rank_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank, shown in (("1", 0), ("0", 1)):
-        zero_config._show_once.cache_clear()
+        files.show_once.cache_clear()
         monkeypatch.setenv("RANK", rank)
         for _ in range(2):
             ZeroConfig.load({"zero_optimization": {"stage": 2}, "steps_per_print": 10})

@@ -1,0 +1,118 @@
+"""Which models cannot be partitioned, and models that differ between the ranks: one error on all of them."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero.engine.grouping import find_parameters
+from hf_zero.engine.quantised import can_be_cut, is_of_own_class, is_quantised
+from hf_zero.engine.world import World, world_of
+from hf_zero.errors import PartitionError
+from hf_zero.sharding.whole_window import is_on_tensor_axis
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise a `PartitionError` for a model that cannot be partitioned, judging only by facts that all ranks share."""
+    name = type(model).__name__
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    for wrapper in _WRAPPERS:
+        if wrapper in classes:
+            raise PartitionError(f"{name} is, or contains, a {wrapper}: give the plain model to hf_zero instead")
+    device_map: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
+    if len(set(device_map.values())) > 1:
+        raise PartitionError(f"{name} is spread over {device_map}: load it without device_map")
+    devices = {str(param.device) for param in model.parameters()}
+    if len(devices) > 1:
+        raise PartitionError(f"{name} is on several devices ({', '.join(sorted(devices))}): move it to one first")
+    if devices == {"meta"}:
+        raise PartitionError(f"{name} has no values yet (meta device): load it with from_pretrained under zero.Init")
+    for param_name, param in model.named_parameters():
+        if param.requires_grad and param.is_complex():
+            raise PartitionError(
+                f"{param_name} is complex ({param.dtype}) and trainable: freeze it, or keep its two parts"
+            )
+        if is_of_own_class(param):
+            continue
+        if type(param.data) not in (torch.Tensor, DTensor) and not isinstance(param, DTensor):
+            raise PartitionError(
+                f"{param_name} is a {type(param.data).__name__}: only plain tensors can be partitioned"
+            )
+        if isinstance(param, DTensor) and world_of(param) is None and not is_on_tensor_axis(param):
+            raise PartitionError(
+                f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
+            )
+
+
+def check_quantised(model: nn.Module, world: World) -> None:
+    """Raise a `PartitionError` on every rank if quantised weights would have to be cut, or differ between the ranks."""
+    own = [(name, param) for name, param in model.named_parameters() if is_of_own_class(param)]
+    name = type(model).__name__
+    is_cut = any(is_quantised(param) for param in model.parameters())
+    is_known = is_cut or (bool(own) and all(can_be_cut(param) for _, param in own))
+    cuts = world.config.policy.shards_parameters and world.partitions
+    if cuts and not is_known and (own or getattr(model, "is_quantized", False)):
+        raise PartitionError(
+            f"{name} is quantised, and of quantised weights stage 3 can cut bitsandbytes' 4-bit ones only: use those, or "
+            "stage 2 (or 1), which leaves all of them whole on every rank and partitions the gradients and optimizer states "
+            "of the others; or load it unquantised"
+        )
+    sums = [int(param.detach().as_subclass(torch.Tensor).view(torch.uint8).sum()) for _, param in own]
+    for rank, others in enumerate(world.everyone.agree(sums, "quantised weights") if own else ()):
+        if differing := [name for (name, _), ours, theirs in zip(own, sums, others, strict=True) if ours != theirs]:
+            raise PartitionError(
+                f"the ranks' models differ: quantised weights such as {differing[0]!r} are others on rank {rank}: load "
+                "them from the same files everywhere"
+            )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise a `PartitionError` for gradients that cannot be reduced by rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise PartitionError(
+                f"{name!r} is an {type(module).__name__} with sparse=True: sparse gradients cannot be reduced by rows; make it "
+                "with sparse=False"
+            )
+
+
+def refuse_parameters_in_lists(model: nn.Module) -> None:
+    """A parameter in a plain list, tuple or dict stays what it was before the model is partitioned, and is never reduced."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            continue  # its list follows the parameters
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            held = value.values() if isinstance(value, dict) else value
+            if any(isinstance(item, nn.Parameter) and item.requires_grad for item in held):
+                raise PartitionError(
+                    f"{type(module).__name__} {name!r} holds parameters in a plain {type(value).__name__} ({attribute!r}), "
+                    "where they would be neither partitioned nor reduced: hold them in an nn.ParameterList or nn.ParameterDict"
+                )
+
+
+def agree_on_model(model: nn.Module, world: World) -> None:
+    """Raise a `PartitionError` on every rank if the ranks' models have different parameters."""
+    found = find_parameters(model)
+    facts = [f"{each.names} {tuple(each.param.shape)} {each.param.dtype}" for each in found]
+    trains = [f"{fact} requires_grad={each.param.requires_grad}" for fact, each in zip(facts, found, strict=True)]
+    prints = [zlib.crc32(text.encode()) for text in trains]
+    heads = world.everyone.agree([len(found), zlib.crc32("".join(trains).encode())], "shard_model")
+    if all(head == heads[0] for head in heads):
+        return
+    counts = [count for count, _ in heads]
+    if len(set(counts)) > 1:
+        raise PartitionError(f"the ranks' models differ: they have {counts} parameters, by rank")
+    rows = world.everyone.agree(prints, "the parameters of shard_model")
+    position = next(i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
+    raise PartitionError(
+        f"the ranks' models differ: on rank {world.rank} {found[position].names[0]!r} is {trains[position]}, on another "
+        "rank it is not: names, shapes, dtypes and requires_grad must be alike on all of them"
+    )
