@@ -223,6 +223,11 @@ def new_group_among(
     return cast(dist.ProcessGroup, group)
 
 
+def program_store() -> Any:
+    """The store through which the program's processes have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let exchanges of a group that exists already wait for so long."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)

@@ -6,8 +6,6 @@ Gathers and reductions return a handle to wait on later. An exchange that fails 
 
 from __future__ import annotations
 
-import struct
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,15 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_compat
-from hf_zero.comm.axis import Axis
-from hf_zero.comm.exchange import Exchange, Part, named
-from hf_zero.errors import CollectiveError
+from hf_zero.comm.agreements import Agreements
+from hf_zero.comm.exchange import Exchange, Part
 from hf_zero.layout import RowLayout
-
-_LABEL_BYTES = 96
-_TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all")
-_ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
 class Rows(NamedTuple):
@@ -42,7 +34,7 @@ class Rows(NamedTuple):
     is_numbers: bool = True
 
 
-class Collectives(ABC):
+class Collectives(Agreements, ABC):
     """Exchanges over the ranks of one axis, counted in a ledger. Ranks are counted from 0 within it.
 
     Gathers and reductions each have their own group (pairwise: their own tags), because all ranks keep the same order only
@@ -64,24 +56,6 @@ class Collectives(ABC):
     sends_rows_as_given = False
     staging_bytes = 64 * 2**20
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.mesh = axis.mesh
-        self.group = axis.group
-        self.gather_group = axis.gather_group
-        self.device = axis.device
-        self.timeout_s = axis.timeout_s
-        self.ledger = axis.ledger
-        self.ranks = axis.ranks
-        self.rank = axis.rank
-        self.num_ranks = len(axis.ranks)
-        self.backend = torch_compat.backend_on(axis.group, axis.device)
-        self._sequence = 0
-        self.reason = ""
-        self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind
-        self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
-        self._steps: dict[str, int] = {}
-
     def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
         """Allocate memory for whole parameters, shared by `num_sharing` ranks.
 
@@ -94,7 +68,7 @@ class Collectives(ABC):
         """
         return torch.UntypedStorage(num_bytes, device=self.device)  # type: ignore[no-untyped-call]
 
-    def before_write(self, label: str) -> None:  # noqa: B027  (nothing to wait for where nothing is shared)
+    def before_write(self, label: str) -> None:
         """Wait until every rank is about to change parameters, if ranks could otherwise see them change while computing.
 
         Args:
@@ -104,7 +78,7 @@ class Collectives(ABC):
             CollectiveError: a rank did not arrive.
         """
 
-    def settle(self) -> None:  # noqa: B027  (the same)
+    def settle(self) -> None:
         """Wait until the peers no longer need the tensors of reductions that this rank has waited for."""
 
     @abstractmethod
@@ -260,106 +234,6 @@ class Collectives(ABC):
         if flat is not tensor:
             tensor.copy_(flat)
 
-    def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
-        """Show every rank's `values` to every rank; all ranks must call this with the same `label`.
-
-        Args:
-            values: int64 values, the same number on every rank.
-            label: what the ranks agree on.
-            timeout_s: how long to wait for the others; the usual time by default.
-
-        Returns:
-            The values by rank.
-
-        Raises:
-            CollectiveError: a rank did not arrive in time, or arrived with another label or number of values.
-        """
-        name = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
-        header = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(torch.int64)
-        head = torch.cat([torch.tensor([len(values)], dtype=torch.int64), header])
-        heads = self._swap(head, label, timeout_s or self.timeout_s)
-        for peer, other in enumerate(heads):
-            if not torch.equal(other, head):
-                raise CollectiveError(
-                    f"rank {self.ranks[self.rank]} is at {label!r} ({len(values)} values), but rank {self.ranks[peer]} is at "
-                    f"{_decode(other)!r} ({int(other[0])} values): all ranks must make the same calls in the same order."
-                )
-        if not values:
-            return [[] for _ in heads]
-        rows = self._swap(torch.tensor(list(values), dtype=torch.int64), label, self.timeout_s)
-        return [row.tolist() for row in rows]
-
-    def agree_on_floats(self, values: Sequence[float], label: str) -> list[list[float]]:
-        """As `agree`, of float64 values, bit for bit."""
-        rows = self.agree(struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values)), label)
-        return [list(struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row))) for row in rows]
-
-    def meet(self, label: str, timeout_s: float | None = None) -> None:
-        """Wait until every rank has made the same call; the error names a rank that did not."""
-        self.agree((), label, timeout_s)
-
-    def _swap(self, message: Tensor, label: str, timeout_s: float) -> list[Tensor]:
-        """Every rank's `message` ([n] int64, CPU), by rank; point to point, so that an error can name a missing rank."""
-        self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
-        description = self._describe("agreement", label)
-        rows = message.repeat(self.num_ranks, 1)
-        (tag,) = self._tags("agreement", "", 1)
-        group = self.axis.control_group
-        parts = [self._receive(description, rows[peer], peer, tag, group) for peer in self._peers()]
-        parts += [self._send(description, message, peer, tag, group) for peer in self._peers()]
-        Exchange(description, timeout_s, parts).wait()
-        return list(rows.unbind())
-
-    def _peers(self) -> list[int]:
-        """The other ranks, starting at the right neighbour, so that the ranks do not all talk to the same one at once."""
-        return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
-
-    def _describe(self, kind: str, unit: str) -> str:
-        self._sequence += 1
-        if kind in _ORDERED_KINDS:
-            # Per kind: each rank may interleave gathers and reductions differently.
-            self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
-            self.trail = sum(self._steps.values())
-        return f"{kind} of {unit!r} (exchange {self._sequence})"
-
-    def _tags(self, kind: str, unit: str, count: int) -> list[int]:
-        """Tags of one exchange, made from its kind, its number within that kind, and its unit.
-
-        Ranks that are off by one exchange therefore time out instead of swapping the data of equal-shaped units.
-        Two units whose tags happen to be equal do no harm while the ranks agree: equal tags are served in order.
-        """
-        self._tags_used[kind] += 1
-        slots = len(_TAG_KINDS)
-        first = zlib.crc32(f"{self._tags_used[kind]} {unit}".encode())
-        return [(first + step) % (2**31 // slots) * slots + _TAG_KINDS.index(kind) for step in range(count)]
-
-    def _part(self, work: dist.Work) -> Part:
-        return Part(work, None, is_on_device=self.device.type != "cpu")
-
-    def _start(self, description: str, call: Callable[[], dist.Work | None]) -> dist.Work:
-        try:
-            work = call()
-        except RuntimeError as error:
-            raise named(error, description, None, self.timeout_s) from error
-        assert work is not None, "this rank is not in the group"
-        return work
-
-    def _send(
-        self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
-    ) -> Part:
-        try:
-            return Part((group or self.group).send([tensor], peer, tag), self.ranks[peer])
-        except RuntimeError as error:
-            raise named(error, description, self.ranks[peer], self.timeout_s) from error
-
-    def _receive(
-        self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
-    ) -> Part:
-        try:
-            return Part((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
-        except RuntimeError as error:
-            raise named(error, description, self.ranks[peer], self.timeout_s) from error
-
 
 def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
     """output = left + right, in the dtype of `output`, which may be `left`, or `right` if the two have the same dtype."""
@@ -373,7 +247,3 @@ def divide(sums: Tensor, divisor: int) -> None:
     """sums / divisor, in place."""
     if divisor != 1:
         sums.div_(divisor)
-
-
-def _decode(head: Tensor) -> str:
-    return bytes(head[1:].to(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")

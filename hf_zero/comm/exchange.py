@@ -12,6 +12,8 @@ import torch.distributed as dist
 from hf_zero.comm.ledger import Entry
 from hf_zero.errors import CollectiveError
 
+_SHOWN = 8  # missing ranks that an error lists
+
 
 @dataclass(frozen=True)
 class Part:
@@ -81,11 +83,15 @@ class Exchange:
         self._parts, self._keep, self._finish = [], None, None
 
 
-def named(error: RuntimeError, description: str, peer: int | None, timeout_s: float) -> CollectiveError:
-    """The error of one exchange, which names the peer and the operation."""
+def named(
+    error: RuntimeError, description: str, missing: int | Sequence[int] | None, timeout_s: float
+) -> CollectiveError:
+    """The error of one exchange, which names the operation and the rank that is missing, or several, if they are known."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     is_late = "imed out" in reason or "imeout" in reason
-    whom = "its peers" if peer is None else f"rank {peer}"
+    ranks = () if missing is None else (missing,) if isinstance(missing, int) else tuple(missing)
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    whom = f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}" if ranks else "its peers"
     what = f"waited {timeout_s:g} s for {whom}" if is_late else f"lost {whom}"
     return CollectiveError(
         f"rank {dist.get_rank()} {what} in {description}. Every rank must run the same units in the same order: look for "

@@ -398,7 +398,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 @on_ranks(2)
 def test_training_is_that_of_one_process_bit_for_bit(stage: int) -> None:
     found: dict[str, float | str] = {}

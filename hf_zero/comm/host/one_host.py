@@ -180,9 +180,9 @@ class HostCollectives(HostMemory):
         finish = partial(self._sum_rows, items, self.rank, outputs, divisor)
         return self._post("reduce_scatter", unit, numbers, received, finish, items, False)
 
-    def _swap(self, message: Tensor, label: str, timeout_s: float) -> list[Tensor]:
+    def _swap(self, message: Tensor, label: str, timeout_s: float) -> Tensor:
         self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
-        rows = [message] * self.num_ranks
+        rows = message.repeat(self.num_ranks, 1)
 
         def finish(numbers: dict[int, array[int]]) -> None:
             for peer, values in numbers.items():

@@ -1,0 +1,199 @@
+"""What exchanges among the ranks of one axis are made of: messages between two of them, and what all of them agree upon."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero import torch_compat
+from hf_zero.comm.axis import Axis
+from hf_zero.comm.exchange import Exchange, Part, named
+from hf_zero.comm.roll_call import RollCall
+from hf_zero.errors import CollectiveError
+
+_LABEL_BYTES = 96
+_WITH_LABEL = 30  # values that an agreement sends along with its label
+# Up to so many ranks send an agreement to each other: it takes the time of one message, and each one sees who is missing.
+_FEW_RANKS = 8
+_TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all")
+_ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
+
+
+class Agreements:
+    """Messages and agreements among the ranks of one axis, which are counted from 0 within it.
+
+    Args:
+        axis: the ranks.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.mesh = axis.mesh
+        self.group = axis.group
+        self.gather_group = axis.gather_group
+        self.device = axis.device
+        self.timeout_s = axis.timeout_s
+        self.ledger = axis.ledger
+        self.ranks = axis.ranks
+        self.rank = axis.rank
+        self.num_ranks = len(axis.ranks)
+        self.backend = torch_compat.backend_on(axis.group, axis.device)
+        self._sequence = 0
+        self.reason = ""
+        self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind
+        self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
+        self._steps: dict[str, int] = {}
+        self._roll_call: RollCall | None = None  # of agreements among many
+
+    def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
+        """Show every rank's `values` to every rank; all ranks must call this with the same `label`.
+
+        Args:
+            values: int64 values, the same number on every rank.
+            label: what the ranks agree on.
+            timeout_s: how long to wait for the others; the usual time by default.
+
+        Returns:
+            The values by rank.
+
+        Raises:
+            CollectiveError: a rank did not arrive in time, or arrived with another label or number of values.
+        """
+        limit = timeout_s or self.timeout_s
+        own = torch.tensor([zlib.crc32(label.encode()), len(values), *values[:_WITH_LABEL]], dtype=torch.int64)
+        head = torch.cat([own, own.new_zeros(2 + _WITH_LABEL - len(own))])
+        heads = self._swap(head, label, limit)
+        if not torch.equal(heads[:, :2], own[:2].expand(self.num_ranks, 2)):
+            self._refuse_another(label, len(values), limit)
+        rows: list[list[int]] = heads[:, 2 : 2 + len(values)].tolist()
+        if len(values) > _WITH_LABEL:
+            rest = self._swap(torch.tensor(list(values[_WITH_LABEL:]), dtype=torch.int64), label, self.timeout_s)
+            rows = [first + more for first, more in zip(rows, rest.tolist(), strict=True)]
+        return rows
+
+    def _refuse_another(self, label: str, count: int, timeout_s: float) -> NoReturn:
+        """Raise on every rank, naming what another rank is at; called by all, since all have seen that something differs."""
+        name = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
+        own = torch.tensor([count, zlib.crc32(label.encode()), *name], dtype=torch.int64)
+        names = self._swap(own, label, timeout_s)
+        peer = next(rank for rank, other in enumerate(names) if not torch.equal(other, own))
+        theirs = bytes(names[peer, 2:].to(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
+        raise CollectiveError(
+            f"rank {self.ranks[self.rank]} is at {label!r} ({count} values), but rank {self.ranks[peer]} is at "
+            f"{theirs!r} ({int(names[peer, 0])} values): all ranks must make the same calls in the same order."
+        )
+
+    def agree_on_floats(self, values: Sequence[float], label: str) -> list[list[float]]:
+        """As `agree`, of float64 values, bit for bit."""
+        rows = self.agree(struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values)), label)
+        return [list(struct.unpack(f"{len(row)}d", struct.pack(f"{len(row)}q", *row))) for row in rows]
+
+    def meet(self, label: str, timeout_s: float | None = None) -> None:
+        """Wait until every rank has made the same call; the error names a rank that did not."""
+        self.agree((), label, timeout_s)
+
+    def _swap(self, message: Tensor, label: str, timeout_s: float) -> Tensor:
+        """Every rank's `message` ([n] int64, CPU): [ranks, n]. Point to point, so that an error can name a missing rank.
+
+        Few ranks send theirs to all others at once. Many pass on what they have heard, twice as much each time, so that
+        each one sends ceil(log2(ranks)) messages (dissemination, as in Bruck et al., doi:10.1109/71.642949).
+        """
+        self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
+        description = self._describe("agreement", label)
+        (tag,) = self._tags("agreement", "", 1)
+        if self.num_ranks > _FEW_RANKS:
+            return self._disseminate(message, description, tag, timeout_s)
+        rows = message.repeat(self.num_ranks, 1)
+        group = self.axis.control_group
+        parts = [self._receive(description, rows[peer], peer, tag, group) for peer in self._peers()]
+        parts += [self._send(description, message, peer, tag, group) for peer in self._peers()]
+        Exchange(description, timeout_s, parts).wait()
+        return rows
+
+    def _disseminate(self, message: Tensor, description: str, tag: int, timeout_s: float) -> Tensor:
+        rows = message.repeat(self.num_ranks, 1)  # of this rank and those to its right
+        group, known, peer = self.axis.control_group, 1, self.rank
+        deadline = time.monotonic() + timeout_s
+        if self._roll_call is None:
+            self._roll_call = RollCall(str(group.group_name), self.ranks, self.rank)
+        with self._roll_call.at(self._tags_used["agreement"]) as roll_call:
+            try:
+                while known < self.num_ranks:
+                    count, peer = min(known, self.num_ranks - known), (self.rank + known) % self.num_ranks
+                    parts = [
+                        self._receive(description, rows[known : known + count], peer, tag, group),
+                        self._send(description, rows[:count], (self.rank - known) % self.num_ranks, tag, group),
+                    ]
+                    Exchange(description, max(deadline - time.monotonic(), 1e-3), parts).wait()
+                    known += count
+            except CollectiveError as error:
+                cause = error.__cause__
+                assert isinstance(cause, RuntimeError)
+                self._break_off(peer)
+                raise named(cause, description, roll_call.missing(self.ranks[peer]), timeout_s) from cause
+        return rows.roll(self.rank, 0)
+
+    def _break_off(self, peer: int) -> None:
+        """Let the agreements of all ranks fail now: gloo closes a group's connections when a wait in it takes too long."""
+        with contextlib.suppress(RuntimeError):
+            never_sent = torch.empty(1, dtype=torch.int64)
+            self.axis.control_group.recv([never_sent], peer, 2**31 - 1).wait(datetime.timedelta(milliseconds=1))
+
+    def _peers(self) -> list[int]:
+        """The other ranks, starting at the right neighbour, so that the ranks do not all talk to the same one at once."""
+        return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
+
+    def _describe(self, kind: str, unit: str) -> str:
+        self._sequence += 1
+        if kind in _ORDERED_KINDS:
+            # Per kind: each rank may interleave gathers and reductions differently.
+            self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
+            self.trail = sum(self._steps.values())
+        return f"{kind} of {unit!r} (exchange {self._sequence})"
+
+    def _tags(self, kind: str, unit: str, count: int) -> list[int]:
+        """Tags of one exchange, made from its kind, its number within that kind, and its unit.
+
+        Ranks that are off by one exchange therefore time out instead of swapping the data of equal-shaped units.
+        Two units whose tags happen to be equal do no harm while the ranks agree: equal tags are served in order.
+        """
+        self._tags_used[kind] += 1
+        slots = len(_TAG_KINDS)
+        first = zlib.crc32(f"{self._tags_used[kind]} {unit}".encode())
+        return [(first + step) % (2**31 // slots) * slots + _TAG_KINDS.index(kind) for step in range(count)]
+
+    def _part(self, work: dist.Work) -> Part:
+        return Part(work, None, is_on_device=self.device.type != "cpu")
+
+    def _start(self, description: str, call: Callable[[], dist.Work | None]) -> dist.Work:
+        try:
+            work = call()
+        except RuntimeError as error:
+            raise named(error, description, None, self.timeout_s) from error
+        assert work is not None, "this rank is not in the group"
+        return work
+
+    def _send(
+        self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
+    ) -> Part:
+        try:
+            return Part((group or self.group).send([tensor], peer, tag), self.ranks[peer])
+        except RuntimeError as error:
+            raise named(error, description, self.ranks[peer], self.timeout_s) from error
+
+    def _receive(
+        self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
+    ) -> Part:
+        try:
+            return Part((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
+        except RuntimeError as error:
+            raise named(error, description, self.ranks[peer], self.timeout_s) from error
