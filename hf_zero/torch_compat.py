@@ -241,6 +241,15 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
+def exchanges_on(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group can exchange tensors of a device: NCCL's cannot on the CPU."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
     """While active, tensors have shapes but no values; gives what makes such tensors of others, as if on the CPU.

@@ -116,6 +116,7 @@ TORCH = [
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
     Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
     Seam(torch.autograd.profiler, "_is_profiler_enabled", "", "is_profiling"),
+    Seam(torch, "_foreach_div_", "", "sums of a unit are divided in one launch"),
     Seam(torch, "_foreach_copy_", "", "a unit's rows are copied into their places in one call"),
     Seam(torch.autograd.Variable._execution_engine, "queue_callback", "", "after_backward"),
     Seam(torch.autograd.Variable, "_execution_engine", "", "after_backward"),
@@ -344,6 +345,7 @@ def tensor_axis_seams() -> list[Seam]:
             Trainer, "_load_rng_state", "rng_state_{process_index}.pth", "one random state for ranks that share layers"
         ),
         Seam(torch.distributed.distributed_c10d, "_set_pg_timeout", "", "set_timeout"),
+        Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "program_store: roll calls"),
         Seam(PreTrainedModel, "_resolve_parallel_plans", "return tp_plan, ep_plan, fsdp_plan", "share_resized"),
         Seam(TensorParallelLayer, "install_forward", "module.forward = tp_forward", "SharedForward is what it makes"),
     ]

@@ -34,6 +34,7 @@ class BackgroundSaves:
         self._world = world
         self._own_world = world.beside(WRITING_S)
         self._kept: dict[str, torch.Tensor] = {}
+        self._copied: torch.Event | None = None  # the last copies from a device have arrived
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._after: Callable[[], None] = lambda: None
@@ -44,15 +45,21 @@ class BackgroundSaves:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def keep(self, sources: Mapping[str, Source]) -> dict[str, Source]:
-        """Copy this rank's rows, into the memory of the last save if shape and dtype are the same."""
-        copies = {}
+        """Copy this rank's rows, into the memory of the last save if shape and dtype are the same.
+
+        From a device, copies are in flight when this returns: the thread waits for them, and later work of the device does.
+        """
+        copies, is_on_device = {}, self._world.device.type != "cpu"
         for name, source in sources.items():
             rows = torch_compat.local_of(source.rows)
             kept = self._kept.get(name)
             if kept is None or kept.shape != rows.shape or kept.dtype != rows.dtype:
-                kept = self._kept[name] = torch.empty(rows.shape, dtype=rows.dtype)
-            kept.copy_(rows)
+                kept = self._kept[name] = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=is_on_device)
+            kept.copy_(rows, non_blocking=is_on_device)
             copies[name] = replace(source, rows=kept)
+        if is_on_device:
+            self._copied = torch.Event(self._world.device)
+            self._copied.record()
         return copies
 
     def start(self, work: Callable[[World], None], after: Callable[[], None]) -> None:
@@ -61,6 +68,8 @@ class BackgroundSaves:
 
         def run() -> None:
             try:
+                if self._copied is not None:
+                    self._copied.synchronize()
                 work(self._own_world)
             except Exception as error:
                 self._error = CheckpointError(described(error, CheckpointError))

@@ -59,8 +59,10 @@ class Axis:
         """
         torch_compat.leave_after_gloo()
         chosen = tuple(sorted(ranks))
-        # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer.
-        timeout = datetime.timedelta(seconds=max(timeout_s, _CONNECT_S))
+        # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer; and a
+        # device's watchdog, which ends the process, must leave time for an agreement to fail, which names the rank.
+        on_host, on_device = max(timeout_s, _CONNECT_S), 2 * timeout_s + _CONNECT_S
+        timeout = datetime.timedelta(seconds=on_host if device.type == "cpu" else on_device)
         group, gather_group = _new_group(chosen, timeout), _new_group(chosen, timeout)
         is_gloo = torch_compat.backend_on(group, device) == "gloo"
         control_group = group if is_gloo else _new_group(chosen, timeout, "gloo")
@@ -71,6 +73,15 @@ class Axis:
 def default_group() -> dist.ProcessGroup | None:
     """Torch's default process group, if there is one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def default_device() -> torch.device:
+    """Where this process's parameters live: on its accelerator, unless the process group is for CPUs."""
+    backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or backend == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 Cell = tuple[int, ...]

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero import torch_compat
 from hf_zero.comm.agreements import Agreements
-from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.exchange import Exchange, Part, named
 from hf_zero.layout import RowLayout
 
 
@@ -160,11 +161,23 @@ class Collectives(Agreements, ABC):
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
         description = self._describe("all_reduce", unit)
-        parts = []
-        for tensor in tensors:
-            work = self._start(description, partial(dist.all_reduce, tensor, group=self.group, async_op=True))
-            parts.append(self._part(work))
+        calls = [partial(dist.all_reduce, tensor, group=self.group, async_op=True) for tensor in tensors]
+        parts = self._start_all(description, calls, self.group)
         return Exchange(description, self.timeout_s, parts, entry, finish, keep=tensors)
+
+    def _start_all(
+        self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
+    ) -> list[Part]:
+        """Start collectives of one kind: NCCL's as one launch."""
+        if self.backend != "nccl" or not calls:
+            return [self._part(self._start(description, call)) for call in calls]
+        try:
+            with torch_compat.coalesced(group) as works:
+                for call in calls:
+                    call()
+        except RuntimeError as error:
+            raise named(error, description, None, self.timeout_s) from error
+        return [self._part(work) for work in works]
 
     def all_to_all(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], kind: str, unit: str

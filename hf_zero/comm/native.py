@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.axis import Axis
-from hf_zero.comm.collectives import Collectives, Rows, divide
-from hf_zero.comm.exchange import Exchange, Part, named
+from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.exchange import Exchange
 
 
 class NativeCollectives(Collectives):
@@ -23,10 +22,6 @@ class NativeCollectives(Collectives):
     """
 
     name = "native"
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__(axis)
-        self._coalesces = self.backend == "nccl"
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
@@ -42,19 +37,6 @@ class NativeCollectives(Collectives):
             received += item.flat.nbytes - own.nbytes
         parts = self._start_all(description, calls, self.gather_group)
         return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), keep=items)
-
-    def _start_all(
-        self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
-    ) -> list[Part]:
-        if not self._coalesces or not calls:
-            return [self._part(self._start(description, call)) for call in calls]
-        try:
-            with torch_compat.coalesced(group) as works:
-                for call in calls:
-                    call()
-        except RuntimeError as error:
-            raise named(error, description, None, self.timeout_s) from error
-        return [self._part(work) for work in works]
 
     def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
         if self.backend != "gloo":
@@ -89,8 +71,8 @@ class NativeCollectives(Collectives):
         def finish() -> None:
             for output, chunk in copies:
                 output.copy_(chunk)
-            for output in outputs:
-                divide(output, divisor)
+            if divisor != 1 and outputs:
+                torch._foreach_div_(list(outputs), divisor)
 
         parts = self._start_all(description, calls, self.group)
         entry = self.ledger.add("reduce_scatter", unit, received)

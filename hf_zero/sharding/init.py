@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero.comm.axis import default_group
+from hf_zero.comm.axis import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.world import World
@@ -96,15 +95,6 @@ def _adopt(model: nn.Module, world: World) -> None:
     raise_to_master(model, world)
     attach_late(model, world)
     model_methods.attach(model, world)
-
-
-def default_device() -> torch.device:
-    """Where this process's parameters live: on its accelerator, unless the process group is for CPUs."""
-    backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or backend == "gloo":
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 # --- switched on for a whole program --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.axis import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.float32_modules import find_modules
@@ -50,7 +51,8 @@ def shard_model(
     `save_pretrained` that writes whole weights and a `generate` that keeps the ranks in step.
 
     Args:
-        model: any module, on one device, not wrapped.
+        model: any module, on one device, not wrapped. A model on the CPU is moved to this process's accelerator if the process
+            group exchanges nothing on CPUs (NCCL).
         config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names (a model made under
             `Init` needs none).
         mesh: the ranks: one axis, over which parameters are cut, or two, of which the first is for replicas (as
@@ -101,6 +103,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
         refuse_parameters_in_lists(model)
+    move_to(model, world.device)
     agree_on_model(model, world)
     check_quantised(model, world)
     replaced = partition_whole(model, world) + raise_to_master(model, world)
@@ -301,5 +304,17 @@ def _world_at_rest(model: nn.Module) -> World | None:
     return None
 
 
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """Put the parameters and buffers that are not partitioned yet on a device, in their places; those that are tied stay so."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device != device and not tensor.is_meta and not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
+
+
 def _device_of(model: nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
+    """Where the ranks of a model will have it: where it is, if they can exchange tensors there; else on their accelerators."""
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    group = default_group()
+    if group is None or torch_compat.exchanges_on(group, device):
+        return device
+    return default_device()

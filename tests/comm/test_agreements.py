@@ -143,7 +143,7 @@ def _miss(late: int, how: str, timeout_s: float) -> tuple[str, float]:
         return "", 0.0
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_process_that_does_not_come_is_named_by_all(late: int) -> None:
     for rank, (message, seconds) in enumerate(run_ranks(_miss, 4, late, "stays away", 2.0)):
         if rank != late:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from tests.engine.test_users_code import Slow
 from tests.engine.twins import Block, Net, Twins, assert_same, batch, square_loss, whole
+from tests.models import CASES, make_model
 from tests.ranks import on_ranks
 
 _EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
@@ -151,6 +153,29 @@ def test_compiled_models_train_as_others_do(stage: int, make: Callable[[], nn.Mo
         twins.step(2)
         twins.assert_same_output()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@on_ranks(2)
+def test_compiled_blocks_are_one_graph_between_the_borders_of_their_unit(checkpoints: bool) -> None:
+    model = make_model(CASES["llama"])
+    if checkpoints:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    zero.shard_model(model, {"stage": 3, "units": ["LlamaDecoderLayer"]})
+    optimizer = torch.optim.AdamW(model.parameters())
+    counters, found = torch._dynamo.utils.counters, []
+    try:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.compile(backend="aot_eager")
+        counters.clear()
+        for step in range(4):
+            model(**CASES["llama"].batch(step, dist.get_rank())).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+        assert found == [(1, 2)] * 4  # of all layers; before and after a call; none of them once more
     finally:
         torch.compiler.reset()
 

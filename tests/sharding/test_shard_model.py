@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
+from hf_zero.sharding import shard_model as sharding
 from tests.engine.twins import ALL_STAGES, SHORT_S, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks, run_ranks
 
@@ -124,3 +125,13 @@ def test_requires_grad_that_differs_between_ranks_raises_on_all(stage: int, when
         if when == "after":
             frozen.requires_grad_(False)
         square_loss(model, batch(dist.get_rank(), 0)).backward()
+
+
+@pytest.mark.parametrize(("has_gloo", "expected"), [(True, "cpu"), (False, "meta")])
+def test_model_is_moved_from_where_its_ranks_exchange_nothing(
+    monkeypatch: pytest.MonkeyPatch, has_gloo: bool, expected: str
+) -> None:
+    monkeypatch.setattr(sharding, "default_group", object)
+    monkeypatch.setattr(sharding, "default_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(sharding.torch_compat, "exchanges_on", lambda group, device: has_gloo)
+    assert sharding._device_of(Net()) == torch.device(expected)
