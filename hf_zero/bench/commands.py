@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.bench.models import SIZES
+from hf_zero.bench.processes import BenchError
 
 
 def add_benchmarks(kinds: Any) -> None:
@@ -54,6 +55,11 @@ def _add_bench_step(kinds: Any) -> None:
         "none, zero3:disk offloads, zero3:tp2 shares layers), fsdp2, fsdp2:tp2, fsdp2-noreshard, "
         "zero-redundancy-optimizer, fairscale-oss, fairscale-sdp, deepspeed1..deepspeed3",
     )
+    step.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="all engines in the same processes: steadier ratios, but no memory of each",
+    )
     step.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     step.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time against memory (needs matplotlib)")
     step.set_defaults(run=_bench_step)
@@ -74,6 +80,8 @@ def _bench_step(args: argparse.Namespace) -> int:
     from hf_zero.bench import step
 
     if args.plot is not None:
+        if args.in_turn:
+            raise BenchError("--plot draws time against memory, which --in-turn cannot tell apart: leave one out")
         step.check_plot()
     plan = step.Plan(
         args.model,
@@ -85,6 +93,7 @@ def _bench_step(args: argparse.Namespace) -> int:
         args.dtype,
         args.checkpointing,
         tuple(args.engines.split(",")),
+        args.in_turn,
     )
     result = step.measure(plan, lambda line: print(line, file=sys.stderr, flush=True))
     if args.json is not None:

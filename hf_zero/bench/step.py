@@ -34,6 +34,8 @@ class Plan:
         seq_len: tokens per sequence.
         steps: timed steps per run; three more come first to warm up, and are watched for memory.
         rounds: runs of every engine, in turn.
+        in_turn: all engines live in the same processes, which is steadier: what one of them is slower by, with the machine
+            as it is at the time. Their memory cannot be told apart then.
         dtype: to compute in, "float32" or "bfloat16".
         checkpointing: recompute activations in backward.
         engines: names of `hf_zero.bench.engines`.
@@ -48,6 +50,7 @@ class Plan:
     dtype: str
     checkpointing: bool
     engines: tuple[str, ...]
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         for engine in self.engines:
@@ -65,13 +68,13 @@ class Run:
 
     Attributes:
         seconds: per step, of the slowest rank.
-        peak_bytes: growth of the largest rank's memory since before the model was made.
+        peak_bytes: growth of the largest rank's memory since before the model was made; None if engines shared processes.
         moved_bytes: received per step by the rank that received most; None if nothing counted them.
         losses: of every step, averaged over the ranks.
     """
 
     seconds: float
-    peak_bytes: int
+    peak_bytes: int | None
     moved_bytes: float | None
     losses: tuple[float, ...]
 
@@ -86,7 +89,7 @@ class Result:
 
 
 def measure(plan: Plan, progress: Callable[[str], None] = lambda line: None) -> Result:
-    """Run every engine in fresh processes, `plan.rounds` times in turn.
+    """Run every engine `plan.rounds` times in turn, in fresh processes each time, or all of them in the same.
 
     Raises:
         BenchError: a process failed.
@@ -95,25 +98,36 @@ def measure(plan: Plan, progress: Callable[[str], None] = lambda line: None) -> 
     skipped = {engine: line for engine, line in missing.items() if line is not None}
     present = [engine for engine in plan.engines if engine not in skipped]
     runs: dict[str, list[Run]] = {engine: [] for engine in present}
+    if plan.in_turn:
+        return Result(plan, _run(plan, present, plan.rounds) if present else runs, skipped)
     for number in range(plan.rounds):
         for engine in present:
-            run = _run(plan, engine)
+            (run,) = _run(plan, [engine], 1)[engine]
             runs[engine].append(run)
             progress(f"round {number + 1} of {plan.rounds}: {engine:<26}{run.seconds * 1e3:8.1f} ms a step")
     return Result(plan, runs, skipped)
 
 
-def _run(plan: Plan, engine: str) -> Run:
-    options = asdict(plan) | {"engine": engine}
+def _run(plan: Plan, engines: list[str], rounds: int) -> dict[str, list[Run]]:
+    """The rounds of engines that live in the same processes."""
+    options = asdict(plan) | {"together": engines, "rounds_in_turn": rounds}
     with tempfile.TemporaryDirectory(prefix="hf_zero_bench_") as folder:
         ranks = run_ranks("hf_zero.bench.step_worker", plan.num_ranks, options, Path(folder))
-    moved = [rank["moved_bytes"] for rank in ranks]
-    return Run(
-        seconds=max(rank["seconds"] for rank in ranks),
-        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
-        moved_bytes=None if None in moved else max(moved),
-        losses=tuple(sum(losses) / len(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)),
-    )
+    runs = {}
+    for engine in engines:
+        found = [rank[engine] for rank in ranks]
+        moved, peaks = [each["moved_bytes"] for each in found], [each["peak_bytes"] for each in found]
+        losses = tuple(sum(row) / len(row) for row in zip(*(each["losses"] for each in found), strict=True))
+        runs[engine] = [
+            Run(
+                seconds=max(seconds),
+                peak_bytes=None if None in peaks else max(peaks),
+                moved_bytes=None if None in moved else max(moved),
+                losses=losses,
+            )
+            for seconds in zip(*(each["seconds"] for each in found), strict=True)
+        ]
+    return runs
 
 
 def is_valid(result: Result, engine: str) -> bool | None:
@@ -136,7 +150,7 @@ def table(result: Result) -> str:
     rows = [heads, ["---", *["---:"] * 5, "---"]]
     for engine, runs in result.runs.items():
         spread = Spread.of([run.seconds * 1e3 for run in runs])
-        peak = Spread.of([run.peak_bytes / _MIB for run in runs])
+        peaks = [run.peak_bytes / _MIB for run in runs if run.peak_bytes is not None]
         moved = runs[0].moved_bytes
         rows.append(
             [
@@ -144,13 +158,14 @@ def table(result: Result) -> str:
                 spread.show(),
                 _ratio(result, engine, "local"),
                 _ratio(result, engine, "ddp"),
-                peak.show(),
+                Spread.of(peaks).show() if peaks else "-",
                 "-" if moved is None else f"{moved / _MIB:.1f}",
                 {True: "as ddp", False: "INVALID", None: "-"}[is_valid(result, engine)],
             ]
         )
     what = f"{plan.model}, {plan.num_ranks} ranks, {plan.batch_size} x {plan.seq_len} tokens a rank, {plan.dtype}"
     extra = ", activation checkpointing" if plan.checkpointing else ""
+    extra += ", engines in turn in the same processes" if plan.in_turn else ""
     of_markdown = aligned([[*row, ""] for row in rows], between=" | ", margin="| ")
     lines = [f"{what}{extra}; {plan.rounds} rounds of {plan.steps} steps; {_hardware()}", "", of_markdown]
     lines += [f"skipped: {engine} ({line})" for engine, line in result.skipped.items()]
@@ -192,7 +207,7 @@ def write_plot(result: Result, path: Path) -> None:
     axes = figure.subplots()
     for engine, runs in result.runs.items():
         time = Spread.of([run.seconds * 1e3 for run in runs])
-        peak = Spread.of([run.peak_bytes / _MIB for run in runs])
+        peak = Spread.of([run.peak_bytes / _MIB for run in runs if run.peak_bytes is not None])
         is_ours = engine.startswith("zero") and engine[4:5].isdigit()
         errors = [[time.median - time.least], [time.greatest - time.median]]
         axes.errorbar([peak.median], [time.median], errors, marker="o" if is_ours else "s", capsize=3, label=engine)

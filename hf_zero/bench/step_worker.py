@@ -1,4 +1,4 @@
-"""One rank of `hf-zero bench step`: trains one model with one engine."""
+"""One rank of `hf-zero bench step`: trains one model with one engine, or with several in turn."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WARM_UP_STEPS = 3  # memory is watched in these; from the second one on, all op
 
 
 def main() -> None:
-    """Train one model with one engine, as the options of `run_ranks` say."""
+    """Train as the options of `run_ranks` say: an engine of its own in fresh processes, or several, each its own model."""
     given = options()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    num_ranks = dist.get_world_size()
+    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     config = config_of(given["model"])
@@ -37,21 +37,39 @@ def main() -> None:
 
     setup = Setup(make_model, device, getattr(torch, given["dtype"]), given["batch_size"])
     before = private_bytes(num_ranks)
-    training = build(given["engine"], setup)
-    seed = rank // training.tensor_size
-    batches = _batches(config.vocab_size, given["batch_size"], given["seq_len"], seed, device)
-    losses = []
+    trained = [_Engine(name, setup, given["seq_len"], config.vocab_size) for name in given["together"]]
     with MemoryPeak(lambda: private_bytes(num_ranks)) as memory:
-        for _ in range(_WARM_UP_STEPS):
-            losses.append(_step(training, next(batches)))
+        for each in trained:
+            for _ in range(_WARM_UP_STEPS):
+                each.losses.append(_step(each.training, next(each.batches)))
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory.peak - before
-    if training.ledger is not None:
-        training.ledger.reset()
-    seconds = _timed(training, [next(batches) for _ in range(given["steps"])], losses)
-    moved = None if training.ledger is None else training.ledger.total().bytes / given["steps"]
-    report({"seconds": seconds, "peak_bytes": peak, "moved_bytes": moved, "losses": losses})
+    for each in trained:
+        if each.training.ledger is not None:
+            each.training.ledger.reset()
+    for _ in range(given["rounds_in_turn"]):
+        for each in trained:
+            each.seconds.append(_timed(each.training, [next(each.batches) for _ in range(given["steps"])], each.losses))
+    is_alone = len(trained) == 1
+    report({each.name: each.found(peak if is_alone else None, given["steps"]) for each in trained})
     dist.barrier()
     dist.destroy_process_group()
+
+
+class _Engine:
+    """One engine with its model, its batches, and what was seen of it."""
+
+    def __init__(self, name: str, setup: Setup, seq_len: int, vocabulary: int) -> None:
+        self.name, self.training = name, build(name, setup)
+        seed = dist.get_rank() // self.training.tensor_size
+        self.batches = _batches(vocabulary, setup.batch_size, seq_len, seed, setup.device)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def found(self, peak: int | None, steps: int) -> dict[str, object]:
+        """For the report: seconds of a step by round, bytes moved a step, and the losses of all steps."""
+        ledger = self.training.ledger
+        moved = None if ledger is None else ledger.total().bytes / (steps * len(self.seconds))
+        return {"seconds": self.seconds, "peak_bytes": peak, "moved_bytes": moved, "losses": self.losses}
 
 
 def _timed(training: Training, batches: list[Tensor], losses: list[float]) -> float:

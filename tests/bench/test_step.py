@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -64,6 +65,21 @@ def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str
         dataclasses.replace(_PLAN, rounds=0)
 
 
+def test_engines_in_turn_have_a_figure_of_each_round_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+        assert (options["together"], options["rounds_in_turn"]) == (["ddp", "zero3"], 3)
+        found = {"seconds": [1.0, 2.0, 3.0], "peak_bytes": None, "moved_bytes": None, "losses": [2.0, 1.0]}
+        slower = found | {"seconds": [1.0, 1.0, 4.0], "moved_bytes": 7.0}
+        return [{"ddp": found, "zero3": found | {"moved_bytes": 5.0}}, {"ddp": found, "zero3": slower}]
+
+    monkeypatch.setattr(step, "run_ranks", ranks)
+    result = step.measure(dataclasses.replace(_PLAN, engines=("ddp", "zero3"), in_turn=True))
+    assert [run.seconds for run in result.runs["zero3"]] == [1.0, 2.0, 4.0]
+    assert result.runs["zero3"][0].moved_bytes == 7.0 and result.runs["ddp"][0].peak_bytes is None
+    text = step.table(result)
+    assert "engines in turn in the same processes" in text and "1.000 [1.000, 1.333]" in text, text
+
+
 @pytest.mark.slow
 def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LlamaConfig(
@@ -80,6 +96,10 @@ def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureF
     runs = content["runs"]
     assert len(runs["ddp"][0]["losses"]) == 5 and runs["zero3:host"][0]["moved_bytes"] > 0
     assert content["plan"]["steps"] == 2
+    assert main(["bench", "step", *words, "--engines", "ddp,fsdp2,zero1,zero3:host", "--in-turn"]) == 0
+    table = capsys.readouterr().out
+    assert table.count("as ddp") == 4 and "in turn" in table
+    assert main(["bench", "step", *words, "--in-turn", "--plot", str(tmp_path / "plot.png")]) == 1
 
 
 @pytest.mark.slow
