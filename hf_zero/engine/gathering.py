@@ -19,6 +19,8 @@ from hf_zero.engine.unit import GatheredMemory, Lease, Residency, Unit
 from hf_zero.engine.world import World
 from hf_zero.errors import UsageError
 
+_MOST_AHEAD = 16  # units that are looked at when one is used, however small they are
+
 
 class Gathering:
     """The units of one model.
@@ -101,7 +103,7 @@ class Gathering:
         budget = self._world.config.prefetch_bytes
         ahead = 0
         has_one = False  # one unit at least, whatever its size: else nothing would arrive while others compute
-        for index in coming:
+        for index in itertools.islice(coming, _MOST_AHEAD):
             unit = self.units[index]
             if unit.keeps_whole or unit.is_leased:
                 continue

@@ -139,8 +139,9 @@ class ZeroParameter:
         if self._is_in_rnn:
             put(self.locations, tensor)
         else:
-            for module, attribute in self.locations:
-                if module._parameters.get(attribute) is before:
+            for holder, attribute in self.holders:
+                module = holder()
+                if module is not None and module._parameters.get(attribute) is before:
                     module._parameters[attribute] = tensor  # type: ignore[assignment]
 
     @cached_property

@@ -106,6 +106,6 @@ class GatherOrder:
         self._now.append(unit)
         if self._position < len(self._expected) and self._expected[self._position] == unit:
             self._position += 1
-            return self._expected[self._position :]
+            return map(self._expected.__getitem__, range(self._position, len(self._expected)))
         self._expected = ()
         return ()
