@@ -1,0 +1,90 @@
+"""The same cases on a GPU (`pytest -m gpu -s tests/gpu`), and on CPU ranks, which tests the cases."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.cases import CASES_OF_TWO, NEED_A_FOLDER
+from tests.ranks import ENVIRONMENT, run_ranks
+
+_LIMIT_S = 120
+# What everyday tests ask for.
+_DROPPED = {"HF_ZERO_COLLECTIVES", "ACCELERATE_USE_CPU"} if torch.cuda.is_available() else {"HF_ZERO_COLLECTIVES"}
+# NCCL refuses two ranks on one device unless each claims to be on a host of its own; they talk over sockets then.
+_ON_ONE_DEVICE = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "4",
+}
+
+
+@pytest.mark.parametrize("name", CASES_OF_TWO)
+def test_on_cpu_ranks(name: str, tmp_path: Path) -> None:
+    run_ranks(_run, 2, name, *([str(tmp_path / "state")] if name in NEED_A_FOLDER else []))
+
+
+def _run(name: str, *folder: str) -> None:
+    from tests.gpu import cases
+
+    cases.run(name, "cpu", *folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", CASES_OF_TWO)
+def test_on_a_gpu(name: str, tmp_path: Path) -> None:
+    print(_launched(name, tmp_path))
+
+
+@pytest.mark.slow
+def test_cases_can_be_launched(tmp_path: Path) -> None:
+    assert _launched("resume", tmp_path).startswith("resume: right")
+
+
+def _launched(name: str, tmp_path: Path) -> str:
+    """Two processes on two GPUs, or on the one there is."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shares = torch.cuda.device_count() < 2
+    words = [
+        sys.executable,
+        "-m",
+        "tests.gpu.cases",
+        name,
+        *([str(tmp_path / "state")] if name in NEED_A_FOLDER else []),
+    ]
+    ranks, logs = [], [tmp_path / f"rank{rank}" for rank in (0, 1)]
+    environment = {key: value for key, value in ENVIRONMENT.items() if key not in _DROPPED}
+    for rank, log in enumerate(logs):
+        own = environment | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0" if shares else str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        if shares:
+            own |= _ON_ONE_DEVICE | {"NCCL_HOSTID": f"host{rank}"}
+        with log.open("wb") as output:
+            ranks.append(subprocess.Popen(words, env=own, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        deadline = time.monotonic() + _LIMIT_S
+        while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
+            if any(each.returncode for each in ranks):
+                deadline = min(deadline, time.monotonic() + 10)  # the other may have something to say, too
+            time.sleep(0.1)
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    texts = [log.read_text(errors="replace") for log in logs]
+    assert [each.returncode for each in ranks] == [0, 0], "\n---\n".join(text[-4000:] for text in texts)
+    return next(line for line in texts[0].splitlines() if line.startswith(f"{name}: right"))
