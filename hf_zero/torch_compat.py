@@ -48,9 +48,14 @@ def tensor_cut(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> 
     return None
 
 
+def dim_of(placement: Placement) -> int:
+    """The dim that a placement cuts."""
+    return int(cast(Shard, placement).dim)
+
+
 def wrap_local(local: Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
     """A `DTensor` of `cut.shape` over this rank's elements `local`, without communication."""
-    placements: list[Placement] = [Shard(0) if cut.rows.num_ranks > 1 else Replicate()]
+    placements: list[Placement] = [Shard(cut.rows.dim) if cut.rows.num_ranks > 1 else Replicate()]
     if mesh.ndim == 2:
         tensor = cut.tensor
         if tensor is None:

@@ -59,20 +59,24 @@ def _layout(source: Source, world: World) -> RowLayout:
 
 def _exchange(source: Source, rows: Source, name: str, world: World, *, to_files: bool) -> None:
     assert source.cut is not None
-    held, filed = torch_compat.local_of(source.rows), rows.rows
+    kept, filed = torch_compat.local_of(source.rows), rows.rows
+    held = kept.contiguous()  # kept in another order where the rows are those of another dim than the first
     own = world.holders.rank
     places = [(shard, along) for shard, cell in enumerate(world.cells) for along in range(len(cell))]
     place_of = {world.cells[shard][along]: (shard, along) for shard, along in places}
     ordered = [place_of[rank] for rank in world.holders.ranks]
+    whole_cut = source.cut
+    if whole_cut.rows.dim:  # then there is no tensor axis: to files, this is as if it were one
+        whole_cut, ordered = _along_dim(whole_cut), [(along, shard) for shard, along in ordered]
     here: list[list[Tensor]] = [[] for _ in ordered]  # by peer: this rank's side of what they share
     there: list[list[tuple[Tensor, Tensor, TensorCut | None, int]]] = [[] for _ in ordered]
     for peer, place in enumerate(ordered):
         # What this rank holds, and the peer has in its rows of the file.
-        for start, stop, _ in _shared(source.cut, ordered[own], place, rows.layout, peer, to_files):
+        for start, stop, _ in _shared(whole_cut, ordered[own], place, rows.layout, peer, to_files):
             here[peer].append(held[start:stop].reshape(-1))
         # What the peer holds, and this rank has in its rows.
-        cut = _at(source.cut, place)
-        for start, stop, first in _shared(source.cut, place, ordered[own], rows.layout, own, to_files):
+        cut = _at(whole_cut, place)
+        for start, stop, first in _shared(whole_cut, place, ordered[own], rows.layout, own, to_files):
             part = filed[first : first + stop - start]
             tensor = None if cut.tensor is None or not cut.tensor.dim else replace(cut.tensor, shape=tuple(part.shape))
             shape = tuple(part.shape) if tensor is None else tensor.local_shape(place[1])
@@ -90,6 +94,14 @@ def _exchange(source: Source, rows: Source, name: str, world: World, *, to_files
             part.copy_(values)
         else:
             tensor.put(part, values, along)
+    if not to_files and held is not kept:
+        kept.copy_(held)
+
+
+def _along_dim(cut: Cut) -> Cut:
+    """A cut on another dim than the first as one of the tensor axis, which leaves each rank all rows of the first."""
+    tensor = TensorCut(cut.shape, cut.rows.dim, cut.rows.num_ranks)
+    return Cut(cut.shape, RowLayout(tensor.local_shape(cut.shard_rank), 1), 0, tensor, cut.shard_rank)
 
 
 def _at(cut: Cut, place: tuple[int, int]) -> Cut:

@@ -83,7 +83,7 @@ def _write_all(
     with world.together(f"writing {folder}", CheckpointError, WRITING_S):
         if not is_shared:
             _write_streamed(extents, partial, plan, sources, folder, world)
-        elif world.is_first_replica and world.tensor.num_ranks > 1:
+        elif world.is_first_replica and any(map(is_exchanged, sources.values())):
             extents = _write_exchanged(partial, plan, sources, folder, world)
         elif world.is_first_replica:
             for name, file in partial.items():
@@ -228,7 +228,7 @@ def read_plan(
     world: World,
 ) -> None:
     """Read what this rank holds of files, as `read_files`; called by all ranks together."""
-    if world.tensor.num_ranks == 1:
+    if not any(map(is_exchanged, sources.values())):
         read_files(names, pieces, sources, folder, world.shard_rank)
         return
     files = {name: read_layout(folder / name) for name in names}

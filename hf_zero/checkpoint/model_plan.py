@@ -57,7 +57,8 @@ def source_of(value: Tensor) -> Source:
     if isinstance(value, DTensor):
         world = world_that_cut(value)
         cut = world.cut_of(value)
-        return Source(torch_compat.local_of(value), cut.rows, cut if world.tensor.num_ranks > 1 else None)
+        is_exchanged = world.tensor.num_ranks > 1 or cut.rows.dim > 0
+        return Source(torch_compat.local_of(value), cut.rows, cut if is_exchanged else None)
     return Source(value.detach(), RowLayout(tuple(value.shape), 1))
 
 

@@ -107,9 +107,9 @@ class Axes:
                 data = everyone
                 holders = cut
         nearby = _nearby(cut, config, device, ledger, make)
-        grid, cells = None, tuple(replicas[0])
+        own_row = next(row for row in replicas if any(everyone.ranks[everyone.rank] in cell for cell in row))
+        grid, cells = None, tuple(own_row)
         if tensor_size > 1:
-            cells = tuple(replicas[row])
             grid = _grid(mesh, replicas, device, config.timeout_s)
         hosts = {number for (number,) in everyone.agree([host_number()], "the number of hosts")}
         return cls(cut, same_rows, data, tensor, holders, everyone, nearby, grid, cells, len(hosts))

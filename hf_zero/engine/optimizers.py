@@ -342,8 +342,10 @@ def _cut_state(value: Any, old: Tensor, known: ZeroParameter) -> Any:
     if not isinstance(value, Tensor) or value.shape != old.shape or not isinstance(known.param, DTensor):
         return value
     if isinstance(value, DTensor):
-        return value.redistribute(known.param.device_mesh, known.param.placements)
-    rows = known.layout.rows_of(value, known.rank).clone()
+        value = torch_compat.local_of(value.redistribute(known.param.device_mesh, known.param.placements))
+        rows = value if known.layout.is_in_order(value) else known.layout.own(value)
+    else:
+        rows = known.layout.own(known.layout.rows_of(value, known.rank))
     return torch_compat.wrap_like(rows, known.param)
 
 

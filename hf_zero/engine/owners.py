@@ -26,7 +26,7 @@ _PARCEL_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class _Item:
-    """One parameter on its way: this rank's rows and, on its owner, the whole tensor; both flat."""
+    """One parameter on its way: this rank's rows and, on its owner, the whole tensor; both flat, row after row."""
 
     layout: RowLayout
     owner: int
@@ -88,14 +88,17 @@ class Owners:
         items = []
         for param, tensor in tensors:
             rows = torch_compat.local_of(tensor)
-            whole = rows.new_empty(param.shape) if self.owns(param) else None
+            whole = rows.new_empty(param.numel()) if self.owns(param) else None
             items.append(self._item(param, rows, whole))
         for parcel in _parcels(items):
             self._swap(parcel, "to_owners", what)
             for item in parcel:
                 if item.whole is not None:
                     item.part_of(self.world.shard_rank).copy_(item.rows)
-        return [None if item.whole is None else item.whole.view(item.layout.shape) for item in items]
+        return [
+            None if item.whole is None else item.layout.in_shape(item.whole, item.layout.shape).contiguous()
+            for item in items
+        ]
 
     def distribute(
         self, tensors: Sequence[tuple[DTensor, Tensor | None]], what: str, of_gradients: bool = False
@@ -110,7 +113,8 @@ class Owners:
         items = []
         for param, whole in tensors:
             written: Any = param.grad if of_gradients else param
-            items.append(self._item(param, torch_compat.local_of(written), whole))
+            flat = None if whole is None else self.world.layout_of(param).flat(whole.detach())
+            items.append(self._item(param, torch_compat.local_of(written), flat))
         for parcel in _parcels(items):
             self._swap(parcel, "from_owners", what)
             for item in parcel:
@@ -118,8 +122,8 @@ class Owners:
                     item.rows.copy_(item.part_of(self.world.shard_rank))
 
     def _item(self, param: DTensor, rows: Tensor, whole: Tensor | None) -> _Item:
-        flat = None if whole is None else whole.detach().reshape(-1)
-        return _Item(self.world.layout_of(param), self.owner_of(param), rows.detach().view(-1), flat)
+        layout = self.world.layout_of(param)
+        return _Item(layout, self.owner_of(param), layout.flat(rows.detach()), whole)
 
     def _swap(self, parcel: list[_Item], kind: str, what: str) -> None:
         rank, num_ranks = self.world.shard_rank, self.world.num_shards

@@ -290,9 +290,10 @@ def _draw_whole(func: Any, args: Any, kwargs: Any, written: list[PartitionedTens
     if not is_like and written != [subject]:
         return None
     whole = func(torch.empty(subject.shape, dtype=subject.dtype, device=subject.device), *args[1:], **kwargs)
-    rows = own_rows(whole, subject)
+    cut = world_that_cut(subject).cut_of(subject)
+    rows = cut.of(whole)
     if is_like:
-        return torch_compat.wrap_like(rows.clone(), subject)
+        return torch_compat.wrap_like(cut.rows.own(rows), subject)
     subject._local_tensor.copy_(rows)
     return subject
 

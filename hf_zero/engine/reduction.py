@@ -232,7 +232,7 @@ class Reducer:
         if grad is None:
             return torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
         grad = as_dtype(grad, dtype)
-        return grad if grad.ndim == 1 and grad.is_contiguous() else grad.reshape(-1)
+        return grad if grad.ndim == 1 and grad.is_contiguous() else p.layout.flat(grad)
 
     def _bytes_in_flight(self) -> int:
         return sum(item.num_bytes for item in self._in_flight)

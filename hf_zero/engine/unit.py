@@ -276,7 +276,8 @@ class Unit:
         slots = {}
         for p, offset in zip(self._buffered, self._offsets, strict=True):
             flat = torch_compat.tensor_on(self._storage, offset, (p.layout.padded_numel,), p.compute_dtype)
-            whole = torch_compat.tensor_on(self._storage, offset, p.layout.shape, p.compute_dtype)
+            values = torch_compat.tensor_on(self._storage, offset, (p.layout.numel,), p.compute_dtype)
+            whole = p.layout.in_shape(values, p.layout.shape)
             rows = Rows(flat, p.layout, not is_quantised(p.param))
             slots[id(p)] = _Slot(p, rows, p.layout.rows_of(flat, p.rank), whole)
         return slots

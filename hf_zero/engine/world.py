@@ -179,13 +179,22 @@ class World(Axes):
         if placements and self.tensor.num_ranks > 1:
             tensor = torch_compat.tensor_cut(shape, placements.pop(), self.tensor.num_ranks)
         part = shape if tensor is None else tensor.local_shape(self.tensor.rank)
-        if placements:
-            is_cut = not placements[0].is_replicate()
+        if placements and not placements[0].is_replicate():
+            is_cut, dim = True, torch_compat.dim_of(placements[0])
+        elif placements:
+            is_cut, dim = False, 0
         else:
             is_large = len(part) > 0 and math.prod(part) > self.config.keep_whole_numel
             is_cut = self.partitions and is_large and not param.is_complex()
-        rows = RowLayout(part, self.num_shards if is_cut else 1)
+            dim = self._dim_of(part) if is_cut and param.is_floating_point() else 0  # packed bytes have an order
+        rows = RowLayout(part, self.num_shards if is_cut else 1, dim=dim)
         return Cut(shape, rows, self.shard_rank, tensor, self.tensor.rank)
+
+    def _dim_of(self, shape: tuple[int, ...]) -> int:
+        """The dim on which a parameter is cut: always the first where something else goes by rows as well."""
+        if self.tensor.num_ranks > 1 or self.config.offload.is_anything:
+            return 0
+        return RowLayout.balanced(shape, self.num_shards).dim
 
     def layout_of(self, param: Tensor) -> RowLayout:
         """How what a rank has of a parameter is cut by rows over the ranks of a replica, or that it is not."""
@@ -217,11 +226,11 @@ class World(Axes):
             return local.clone()
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
-        layout.elements_of(flat, self.shard_rank).copy_(local.reshape(-1))
+        layout.elements_of(flat, self.shard_rank).copy_(layout.flat(local))
         wire.gather(self.collectives, [Rows(flat, layout)], unit, sent_as).wait()
-        whole = flat[: layout.numel].view(layout.shape)
+        whole = layout.in_shape(flat[: layout.numel], layout.shape).contiguous()
         # In memory of its own: `save_pretrained` splits files by the bytes of storages.
-        return whole if layout.numel == layout.padded_numel else whole.clone()
+        return whole.clone() if whole.data_ptr() == flat.data_ptr() and layout.numel != layout.padded_numel else whole
 
     def gather_parameter(self, local: Tensor, cut: Cut, unit: str) -> Tensor:
         """The whole of what every rank holds a part of, over both axes, in memory of its own; called by all ranks together.

@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_zero import torch_compat
+from hf_zero.checkpoint.by_rows import is_exchanged, to_rows
 from hf_zero.checkpoint.cooperative import shares_folder, write_plan
-from hf_zero.checkpoint.model_plan import plan_model
+from hf_zero.checkpoint.model_plan import plan_model, source_of
 from hf_zero.checkpoint.tensor_file import Source
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of
@@ -204,7 +204,7 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
     for model, engine in zip(models, engines, strict=True):
         assert engine is not None
         for name, value in model.state_dict().items():
-            sources[name] = _placed(value, engine.world, everyone)
+            sources[name] = _placed(value, name, engine.world, everyone)
     held = everyone.share(everyone.collect(sorted(sources), what), what)
     wanted = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     with everyone.together(what, CheckpointError):
@@ -220,9 +220,10 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
     write_plan(plan, sources, folder, everyone)
 
 
-def _placed(value: Tensor, world: World, everyone: World) -> Source:
+def _placed(value: Tensor, name: str, world: World, everyone: World) -> Source:
     """This rank's part of a tensor of its stage, among all ranks."""
-    is_cut = isinstance(value, DTensor) and world.layout_of(value).num_ranks > 1
-    holders = world.collectives.ranks if is_cut else world.collectives.ranks[:1]
+    source = source_of(value)
+    holders = world.collectives.ranks if source.layout.num_ranks > 1 else world.collectives.ranks[:1]
     places = tuple(everyone.everyone.ranks.index(rank) for rank in holders)
-    return Source(torch_compat.local_of(value), PlacedLayout(tuple(value.shape), everyone.num_ranks, places))
+    rows = to_rows(source, name, world).rows if is_exchanged(source) else source.rows
+    return Source(rows, PlacedLayout(tuple(value.shape), everyone.num_ranks, places))

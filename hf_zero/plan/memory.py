@@ -191,6 +191,9 @@ def balance(model: ModelShape, setting: Setting) -> float:
 
 def _layout(param: ParameterShape, config: ZeroConfig, ranks: int) -> RowLayout:
     is_cut = ranks > 1 and bool(param.shape) and param.numel > config.keep_whole_numel and not param.dtype.is_complex
+    goes_by_rows = config.tp_size > 1 or config.offload.is_anything or not param.dtype.is_floating_point
+    if is_cut and not goes_by_rows:
+        return RowLayout.balanced(param.shape, ranks)
     return RowLayout(param.shape, ranks if is_cut else 1)
 
 

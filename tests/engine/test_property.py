@@ -801,8 +801,9 @@ class _Run:
         if not any(placement.is_shard() for placement in like.placements):
             return local, whole
         num_shards = self.case.num_ranks // self.case.config["replicate"]
-        chunks, shard = whole.chunk(num_shards), self.rank % num_shards
-        return local, chunks[shard] if shard < len(chunks) else whole[:0]
+        dim = like.placements[0].dim  # type: ignore[attr-defined]
+        chunks, shard = whole.chunk(num_shards, dim), self.rank % num_shards
+        return local, chunks[shard] if shard < len(chunks) else whole.narrow(dim, 0, 0)
 
     def check_gradients(self) -> None:
         for name, ours, theirs in zip(self.names, self.params, self.reference.params, strict=True):
