@@ -28,6 +28,12 @@ _TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all")
 _ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
+def messages_of(num_ranks: int, num_values: int) -> int:
+    """How many messages a rank sends for an agreement on so many values."""
+    each = num_ranks - 1 if num_ranks <= _FEW_RANKS else (num_ranks - 1).bit_length()
+    return each * (1 if num_values <= _WITH_LABEL else 2)
+
+
 class Agreements:
     """Messages and agreements among the ranks of one axis, which are counted from 0 within it.
 

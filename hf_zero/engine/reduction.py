@@ -27,6 +27,11 @@ def _words(bits: int, count: int) -> list[int]:
     return [bits >> start & (1 << _BITS) - 1 for start in range(0, count, _BITS)]
 
 
+def num_values_agreed(num_parameters: int) -> int:
+    """How many numbers the ranks agree on at the end of a backward."""
+    return 5 + len(_words(0, num_parameters))
+
+
 def _fingerprint(trainable: Sequence[ZeroParameter]) -> int:
     """A number that tells apart which parameters are trainable."""
     return zlib.crc32("\n".join(p.name for p in trainable).encode())

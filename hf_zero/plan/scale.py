@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hf_zero.comm.agreements import messages_of
+from hf_zero.engine.reduction import num_values_agreed
 from hf_zero.plan.memory import Setting, balance, predict, unit_bytes
 from hf_zero.plan.shapes import ModelShape
 from hf_zero.tables import aligned
@@ -26,7 +28,7 @@ class AtScale:
         balance: elements of the greatest rank over the mean.
         traffic: bytes that a rank receives in a step.
         message: bytes of the median unit that one rank gives to another.
-        control: messages that a rank sends in a micro-batch for agreement with all others: two to each of them.
+        control: messages that a rank sends in a micro-batch for agreement with all others.
         sockets: that the control group's ranks have open to each other: gloo connects every rank with every other.
     """
 
@@ -65,7 +67,7 @@ def at_scale(model: ModelShape, setting: Setting) -> list[AtScale]:
                 balance(model, now),
                 held.in_replica + held.between_replicas,
                 sizes[len(sizes) // 2] // now.num_shards,
-                2 * (num_ranks - 1),
+                messages_of(num_ranks, num_values_agreed(len(model.parameters))),
                 num_ranks - 1,
             )
         )

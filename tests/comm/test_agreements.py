@@ -79,7 +79,7 @@ def test_agreement_sends_a_message_for_each_doubling_of_many_ranks(num_ranks: in
     heard, post = _in_threads(num_ranks, 12)
     expected = [list(range(rank, rank + 12)) for rank in range(num_ranks)]
     assert all(rows == expected for rows in heard)
-    assert {len(sent) for sent in post.sent.values()} == {messages}
+    assert {len(sent) for sent in post.sent.values()} == {messages} == {agreements.messages_of(num_ranks, 12)}
     if num_ranks > agreements._FEW_RANKS:  # of 32 numbers for each other rank, no more
         assert {sum(sent) for sent in post.sent.values()} == {256 * (num_ranks - 1)}
 
