@@ -79,8 +79,8 @@ class Tiny:
 
 def count_changes(act: Callable[[], None]) -> None:
     """Call `act` before every change of the disk from now on, by `hf_zero.checkpoint.disk` or around it."""
-    for name in ("fsync", "pwrite", "posix_fallocate"):  # which no audit event announces
-        setattr(os, name, _noticed(getattr(os, name), act))
+    for owner, name in ((os, "fsync"), (os, "pwrite"), (disk, "_reserve")):  # which no audit event announces
+        setattr(owner, name, _noticed(getattr(owner, name), act))
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         is_writing = event == "open" and isinstance(args[2], int) and bool(args[2] & (os.O_WRONLY | os.O_RDWR))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -68,7 +70,7 @@ FAULTS = [
     Fault("header", 0, DISK + "write_file", "*.model.safetensors.partial"),
     Fault("probe", 0, DISK + "write_file", "*.hf_zero_*"),
     Fault("end of probe", 0, DISK + "remove_file", "*.hf_zero_*"),
-    Fault("reserving", 0, "os.posix_fallocate"),
+    Fault("reserving", 0, DISK + "_reserve"),
     Fault("rows of rank 0", 0, DISK + "write_at", "*.model.safetensors.partial"),
     Fault("rows of rank 1", 1, DISK + "write_at", "*.model.safetensors.partial"),
     Fault("optimizer of rank 1", 1, DISK + "write_at", "*.optimizer.safetensors.partial"),
@@ -198,3 +200,20 @@ def test_training_that_met_a_full_disk_goes_on_as_if_it_had_not(folder: str) -> 
     straight, after = (run_ranks(train_over_full_disk, 2, folder, value) for value in (None, fault))
     for left, right in zip(straight, after):
         assert all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+@pytest.mark.parametrize("code", [0, errno.EOPNOTSUPP, errno.ENOSPC])
+def test_blocks_are_reserved_by_the_system_or_not_at_all(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fallocate64(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    if code:
+        monkeypatch.setattr(disk, "_LIBC", SimpleNamespace(fallocate64=fallocate64))
+    path = tmp_path / "file"
+    with pytest.raises(OSError, match="No space") if code == errno.ENOSPC else contextlib.nullcontext():
+        disk.write_file(path, b"head", 2**20)
+        assert path.stat().st_size == 2**20
+        assert (path.stat().st_blocks * 512 >= 2**20) == (code == 0)
