@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import struct
 import time
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.axis import Axis
-from hf_zero.comm.exchange import Exchange, Part, named
-from hf_zero.comm.roll_call import RollCall
+from hf_zero.comm.exchange import Exchange, Part, is_late, named
+from hf_zero.comm.roll_call import missing
 from hf_zero.errors import CollectiveError
 
 _LABEL_BYTES = 96
@@ -58,7 +57,6 @@ class Agreements:
         self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
         self._steps: dict[str, int] = {}
-        self._roll_call: RollCall | None = None  # of agreements among many
 
     def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
         """Show every rank's `values` to every rank; all ranks must call this with the same `label`.
@@ -129,30 +127,33 @@ class Agreements:
         rows = message.repeat(self.num_ranks, 1)  # of this rank and those to its right
         group, known, peer = self.axis.control_group, 1, self.rank
         deadline = time.monotonic() + timeout_s
-        if self._roll_call is None:
-            self._roll_call = RollCall(str(group.group_name), self.ranks, self.rank)
-        with self._roll_call.at(self._tags_used["agreement"]) as roll_call:
-            try:
-                while known < self.num_ranks:
-                    count, peer = min(known, self.num_ranks - known), (self.rank + known) % self.num_ranks
-                    parts = [
-                        self._receive(description, rows[known : known + count], peer, tag, group),
-                        self._send(description, rows[:count], (self.rank - known) % self.num_ranks, tag, group),
-                    ]
-                    Exchange(description, max(deadline - time.monotonic(), 1e-3), parts).wait()
-                    known += count
-            except CollectiveError as error:
-                cause = error.__cause__
-                assert isinstance(cause, RuntimeError)
-                self._break_off(peer)
-                raise named(cause, description, roll_call.missing(self.ranks[peer]), timeout_s) from cause
+        try:
+            while known < self.num_ranks:
+                count, peer = min(known, self.num_ranks - known), (self.rank + known) % self.num_ranks
+                parts = [
+                    self._receive(description, rows[known : known + count], peer, tag, group),
+                    self._send(description, rows[:count], (self.rank - known) % self.num_ranks, tag, group),
+                ]
+                Exchange(description, max(deadline - time.monotonic(), 1e-3), parts).wait()
+                known += count
+        except CollectiveError as error:
+            cause, number = error.__cause__, self._tags_used["agreement"]
+            assert isinstance(cause, RuntimeError)
+            if not is_late(cause):
+                self._break_off()
+            absent = missing(str(group.group_name), number, self.ranks, self.ranks[self.rank], self.ranks[peer])
+            raise named(cause, description, absent, timeout_s) from cause
         return rows.roll(self.rank, 0)
 
-    def _break_off(self, peer: int) -> None:
+    def _break_off(self) -> None:
         """Let the agreements of all ranks fail now: gloo closes a group's connections when a wait in it takes too long."""
-        with contextlib.suppress(RuntimeError):
-            never_sent = torch.empty(1, dtype=torch.int64)
-            self.axis.control_group.recv([never_sent], peer, 2**31 - 1).wait(datetime.timedelta(milliseconds=1))
+        for peer in self._peers():
+            try:
+                never_sent = torch.empty(1, dtype=torch.int64)
+                self.axis.control_group.recv([never_sent], peer, 2**31 - 1).wait(datetime.timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if is_late(error):
+                    return  # not so where the peer was gone before
 
     def _peers(self) -> list[int]:
         """The other ranks, starting at the right neighbour, so that the ranks do not all talk to the same one at once."""

@@ -88,13 +88,17 @@ def named(
 ) -> CollectiveError:
     """The error of one exchange, which names the operation and the rank that is missing, or several, if they are known."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    is_late = "imed out" in reason or "imeout" in reason
     ranks = () if missing is None else (missing,) if isinstance(missing, int) else tuple(missing)
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     whom = f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}" if ranks else "its peers"
-    what = f"waited {timeout_s:g} s for {whom}" if is_late else f"lost {whom}"
+    what = f"waited {timeout_s:g} s for {whom}" if is_late(error) else f"lost {whom}"
     return CollectiveError(
         f"rank {dist.get_rank()} {what} in {description}. Every rank must run the same units in the same order: look for "
         f"an error on {whom}, a unit that only some ranks call, or a call made on one rank only "
         f"(timeout_s raises the limit). Cause: {reason}"
     )
+
+
+def is_late(error: RuntimeError) -> bool:
+    """Whether a wait has failed because it took too long."""
+    return "imed out" in str(error) or "imeout" in str(error)

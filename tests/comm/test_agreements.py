@@ -2,9 +2,12 @@
 
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +23,7 @@ from hf_zero.comm.axis import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.errors import CollectiveError
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import ENVIRONMENT, RankFailure, run_ranks
 
 
 class _Post:
@@ -160,3 +163,46 @@ def test_process_that_dies_is_named_by_all_long_before_the_timeout() -> None:
         message, seconds = each
         assert f"rank {rank} lost rank 3 in agreement of 'the end of backward'" in message
         assert seconds < 2 + 4, (rank, seconds)
+
+
+# --- among as many processes as take the long way by themselves -------------------------------------------------------
+
+_MANY = """
+import os, sys, time, torch, torch.distributed as dist
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.select import make_collectives
+from hf_zero.errors import CollectiveError
+
+rank, count, store, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
+made = make_collectives("pairwise", range(count), torch.device("cpu"), 60.0, Ledger())
+assert made.agree([rank], "all") == [[each] for each in range(count)]
+made.timeout_s = 60.0 if how == "dies" else 5.0
+if rank == 5:
+    time.sleep(1 if how == "dies" else 20)
+    os._exit(0)
+try:
+    made.meet("the end of backward")
+except CollectiveError as error:
+    print(str(error).split(".")[0], flush=True)
+time.sleep(8)  # else others see the end of this process
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "stays away"])
+def test_missing_one_of_twelve_is_named_by_all_others(how: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", _MANY]
+    processes = [
+        subprocess.Popen(
+            [*words, str(rank), "12", str(tmp_path / "store"), how], stdout=subprocess.PIPE, env=ENVIRONMENT, text=True
+        )
+        for rank in range(12)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    what = "lost" if how == "dies" else "waited 5 s for"
+    for rank, text in enumerate(said):
+        if rank != 5:
+            assert f"rank {rank} {what} rank 5 in agreement" in text or f"rank {rank} lost rank 5 in" in text, said
