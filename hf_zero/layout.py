@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 ALIGNMENT_BYTES = 64
@@ -23,8 +22,9 @@ class RowLayout:
 
     Every rank owns `chunk_rows = ceil(rows / num_ranks)` rows, except the last ones, which may own fewer or none. A buffer
     of `padded_numel` elements therefore holds all chunks at equal distances, with the whole tensor as its prefix. A *row* is
-    one index on the dim; memory holds row after row, also where the dim is another than the first: whole tensors and ranks'
-    parts of them then have their dims in another order in memory, as after `movedim`, and nothing has to be copied.
+    one index on the dim. Buffers and messages hold row after row, also where the dim is another than the first: a whole
+    tensor then has its dims in another order in memory, as after `movedim`, and is not copied. A rank's rows at rest are an
+    ordinary contiguous tensor in any case.
 
     Attributes:
         shape: the whole tensor's shape.
@@ -123,15 +123,6 @@ class RowLayout:
     def flat(self, values: Tensor) -> Tensor:
         """The whole tensor, or some of its rows, row after row; a view where memory has them so."""
         return values.reshape(-1) if not self.dim else values.movedim(self.dim, 0).reshape(-1)
-
-    def own(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of some rows in which memory has them row after row, as all that is kept of a parameter does."""
-        kept = values.new_empty(values.numel(), dtype=dtype or values.dtype)
-        return self.in_shape(kept, tuple(values.shape)).copy_(values)
-
-    def is_in_order(self, values: Tensor) -> bool:
-        """Whether memory has these rows row after row."""
-        return values.movedim(self.dim, 0).is_contiguous() if self.dim else values.is_contiguous()
 
     def _empty_row_count(self, rank: int) -> int:
         chunk_rows = -(-self._rows // self.num_ranks)

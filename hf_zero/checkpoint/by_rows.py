@@ -60,7 +60,7 @@ def _layout(source: Source, world: World) -> RowLayout:
 def _exchange(source: Source, rows: Source, name: str, world: World, *, to_files: bool) -> None:
     assert source.cut is not None
     kept, filed = torch_compat.local_of(source.rows), rows.rows
-    held = kept.contiguous()  # kept in another order where the rows are those of another dim than the first
+    held = kept.contiguous()  # a user's optimizer may keep its states in another order
     own = world.holders.rank
     places = [(shard, along) for shard, cell in enumerate(world.cells) for along in range(len(cell))]
     place_of = {world.cells[shard][along]: (shard, along) for shard, along in places}

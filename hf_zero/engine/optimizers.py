@@ -343,9 +343,9 @@ def _cut_state(value: Any, old: Tensor, known: ZeroParameter) -> Any:
         return value
     if isinstance(value, DTensor):
         value = torch_compat.local_of(value.redistribute(known.param.device_mesh, known.param.placements))
-        rows = value if known.layout.is_in_order(value) else known.layout.own(value)
+        rows = value.contiguous()
     else:
-        rows = known.layout.own(known.layout.rows_of(value, known.rank))
+        rows = known.layout.rows_of(value, known.rank).clone(memory_format=torch.contiguous_format)
     return torch_compat.wrap_like(rows, known.param)
 
 

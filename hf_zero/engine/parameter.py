@@ -101,8 +101,7 @@ class ZeroParameter:
         start, stop = self.layout.span(self.rank)
         itemsize = self.param.dtype.itemsize
         alias = torch_compat.storage_alias(storage, offset_bytes + start * itemsize, (stop - start) * itemsize)
-        values = torch_compat.tensor_on(alias, 0, (stop - start,), self.param.dtype)
-        rows = self.layout.in_shape(values, self.local_shape)
+        rows = torch_compat.tensor_on(alias, 0, self.local_shape, self.param.dtype)
         rows.copy_(self.local)
         torch_compat.set_local(self.param, rows)
 
@@ -156,7 +155,8 @@ class ZeroParameter:
             flat: [elements of this rank], reduce dtype; kept, if it becomes the gradient.
         """
         param = self.param
-        rows = flat if flat.ndim == len(self.local_shape) else self.layout.in_shape(flat, self.local_shape)
+        # Contiguous: torch's fused optimizers look at memory, not at strides.
+        rows = flat if flat.ndim == len(self.local_shape) else self.layout.in_shape(flat, self.local_shape).contiguous()
         if param.grad is not None:
             torch_compat.local_of(param.grad).add_(rows)
         else:
@@ -195,16 +195,13 @@ def cut(param: nn.Parameter, world: World, dtype: torch.dtype) -> nn.Parameter:
     """
     where = world.cut_of(param)
     rows = where.rows.rows_of(torch_compat.local_of(param), where.shard_rank)
-    local = where.rows.own(rows, dtype)
+    local = rows.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return wrap(local, world, param)
 
 
 def wrap(local: Tensor, world: World, like: nn.Parameter) -> nn.Parameter:
     """A parameter over this rank's elements `local`, with the attributes and `requires_grad` of `like`."""
-    cut = world.cut_of(like)
-    if not cut.rows.is_in_order(local):
-        local = cut.rows.own(local)
-    new = PartitionedTensor.over(local, cut, world.mesh).as_parameter(like.requires_grad)
+    new = PartitionedTensor.over(local.contiguous(), world.cut_of(like), world.mesh).as_parameter(like.requires_grad)
     if not isinstance(like, PartitionedTensor):  # it has them among its attributes
         take_hooks_along(like, new)
     for key, value in vars(like).items():

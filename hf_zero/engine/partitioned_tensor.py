@@ -293,7 +293,7 @@ def _draw_whole(func: Any, args: Any, kwargs: Any, written: list[PartitionedTens
     cut = world_that_cut(subject).cut_of(subject)
     rows = cut.of(whole)
     if is_like:
-        return torch_compat.wrap_like(cut.rows.own(rows), subject)
+        return torch_compat.wrap_like(rows.clone(memory_format=torch.contiguous_format), subject)
     subject._local_tensor.copy_(rows)
     return subject
 

@@ -60,7 +60,7 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         stays_whole = not policy.shards_parameters or id(p) in shared
         has_copy = bool(engine.units) and stays_whole and (p.is_sharded or _casts(p))
         # Where this holds, the rows lie inside the whole copy.
-        shares = p.is_sharded and not _casts(p) and world.config.wire.gather == "float32"
+        shares = p.is_sharded and not _casts(p) and world.config.wire.gather == "float32" and not p.layout.dim
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
         parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
         if p.is_sharded and not stays_whole:

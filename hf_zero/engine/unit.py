@@ -193,7 +193,7 @@ class Unit:
         # In another format, this rank's own rows are not what it computes with.
         is_exact = self._world.config.wire.gather == "float32"
         for p, offset in zip(self._buffered, self._offsets, strict=True):
-            if p.is_sharded and p.param.dtype == p.compute_dtype and is_exact:
+            if p.is_sharded and p.param.dtype == p.compute_dtype and is_exact and not p.layout.dim:
                 p.move_into(self._storage, offset)
             else:
                 p.has_master = True

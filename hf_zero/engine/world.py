@@ -191,10 +191,8 @@ class World(Axes):
         return Cut(shape, rows, self.shard_rank, tensor, self.tensor.rank)
 
     def _dim_of(self, shape: tuple[int, ...]) -> int:
-        """The dim on which a parameter is cut: always the first where something else goes by rows as well."""
-        if self.tensor.num_ranks > 1 or self.config.offload.is_anything:
-            return 0
-        return RowLayout.balanced(shape, self.num_shards).dim
+        """The dim on which a parameter is cut: always the first where the tensor axis cuts as well."""
+        return 0 if self.tensor.num_ranks > 1 else RowLayout.balanced(shape, self.num_shards).dim
 
     def layout_of(self, param: Tensor) -> RowLayout:
         """How what a rank has of a parameter is cut by rows over the ranks of a replica, or that it is not."""

@@ -108,7 +108,8 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
             whole = layout.padded_numel * compute.itemsize
             stays_whole = not policy.shards_parameters or shares
             has_copy = stays_whole and (is_cut or compute != rest)
-            lies_inside = has_copy and is_cut and compute == rest and config.wire.gather == "float32"
+            is_exact = compute == rest and config.wire.gather == "float32"
+            lies_inside = has_copy and is_cut and is_exact and not layout.dim
             at_rest = 0 if lies_inside else own * rest.itemsize
             if _is_on_disk(config, stays_whole, has_copy, param.trains and is_cut):
                 on_disk, at_rest = on_disk + at_rest, 0
@@ -191,7 +192,7 @@ def balance(model: ModelShape, setting: Setting) -> float:
 
 def _layout(param: ParameterShape, config: ZeroConfig, ranks: int) -> RowLayout:
     is_cut = ranks > 1 and bool(param.shape) and param.numel > config.keep_whole_numel and not param.dtype.is_complex
-    goes_by_rows = config.tp_size > 1 or config.offload.is_anything or not param.dtype.is_floating_point
+    goes_by_rows = config.tp_size > 1 or not param.dtype.is_floating_point
     if is_cut and not goes_by_rows:
         return RowLayout.balanced(param.shape, ranks)
     return RowLayout(param.shape, ranks if is_cut else 1)

@@ -112,7 +112,7 @@ def names_to_read_whole(
     for name, param in model.named_parameters(remove_duplicate=False):
         cut = world.cut_of(param)
         mixes_rows = cut.tensor is not None and cut.tensor.dim == 0 and cut.tensor.num_groups > 1
-        if cut.rows.num_ranks == 1 or cut.rows.dim or mixes_rows:
+        if cut.rows.num_ranks == 1 or mixes_rows:
             whole.add(name)
     sources: dict[str, dict[str, list[Shape]]] = {}
     converter_of: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def names_to_read_whole(
         complete = len(by_source) == len(converter.source_patterns)
         if (
             not complete
-            or any(name in whole or _is_cut_by_rows(state[name], world) for name in names)
+            or any(world.cut_of(state[name]).rows.dim or _is_cut_by_rows(state[name], world) for name in names)
             or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_shards)
         ):
             whole.update(names)

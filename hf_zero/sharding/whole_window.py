@@ -53,7 +53,7 @@ def own(param: DTensor, world: World) -> DTensor | None:
     local = torch_compat.local_of(param)
     if is_mapped(local):
         local = local.clone()
-    elif isinstance(param, PartitionedTensor):
+    elif isinstance(param, PartitionedTensor) and local.is_contiguous():
         return None
     return cast(DTensor, wrap(local, world, cast(nn.Parameter, param)))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hf_zero as zero
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 def _mixtral() -> MixtralForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 37}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 1}
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, use_cache=False))
 
 
@@ -128,11 +128,12 @@ _CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), [("net", 3), ("net", 4), ("mixtral", 4)])
-def test_training_is_that_of_one_process(kind: str, num_ranks: int) -> None:
+def test_training_is_that_of_one_process(kind: str, num_ranks: int, tmp_path: Path) -> None:
     configs = [each for each in _CONFIGS if num_ranks == 4 or not ({"wire", "replicate"} & each.keys())]
+    configs.append({"stage": 3, "offload": {"optimizer": "disk", "parameters": "disk", "path": str(tmp_path)}})
     for found in run_ranks(_compare, num_ranks, kind, configs, "fused"):
         for config, (loss, weights, dims, memory) in zip(configs, found, strict=True):
-            assert loss < 1e-6 and weights < 2e-5, (config, loss, weights)
+            assert loss < 1e-6 and weights < 1e-4, (config, loss, weights)  # what is wrong is off by 1e-2
             names = {"net": {"table.weight", "experts"}, "mixtral": {"model.layers.0.mlp.experts.gate_up_proj"}}[kind]
             if "replicate" not in config:  # over two ranks, two rows divide
                 assert names <= dims.keys()
@@ -145,33 +146,52 @@ def test_other_optimizers_see_what_they_see_elsewhere(optimizer: str) -> None:
         assert found[0][1] < 2e-5, found
 
 
+def _steps_by_hand(gradient: str) -> float:
+    """Fused steps on gradients that no reduction has left: they look at memory, whatever the strides."""
+    with _balancing_all():
+        oracle, model = _make("net"), _make("net")
+        zero.shard_model(model, {"stage": 1, "timeout_s": 30})
+        optimizers = [_optimizer("fused", each) for each in (oracle, model)]
+        for step in range(3):
+            (sum(_loss(oracle, rank, step) for rank in range(3)) / 3).backward()
+            with model.no_sync():  # type: ignore[operator]
+                _loss(model, dist.get_rank(), step).backward()
+            if gradient == "given":
+                for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+                    assert isinstance(p, DTensor) and q.grad is not None
+                    p.grad = distribute_tensor(q.grad.clone(), p.device_mesh, p.placements)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return _furthest(model, oracle)
+
+
+@pytest.mark.parametrize("gradient", ["not reduced", "given"])
+def test_fused_steps_take_any_gradient(gradient: str) -> None:
+    assert max(run_ranks(_steps_by_hand, 3, gradient)) < 1e-6
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def _save(folder: str, stage: int, balances: bool) -> list[float]:
-    with _balancing_all() if balances else contextlib.nullcontext():
+def _save(folder: str, stage: int) -> None:
+    with _balancing_all():
         accelerator, model, optimizer = _accelerated("mixtral", stage)
         model.save_pretrained(f"{folder}/weights")
-        steps = range(2)
-        _train(model, optimizer, steps, *_alone())
+        _train(model, optimizer, range(2))
         accelerator.save_state(f"{folder}/state")
-        return _train(model, optimizer, range(2, _STEPS), *_alone())
 
 
-def _alone() -> list[range]:
-    return [] if dist.is_initialized() else [range(4)]
-
-
-def _accelerated(kind: str, stage: int) -> tuple[Any, Any, Any]:
-    config = zero.ZeroConfig(stage=stage, collectives="pairwise", gradient_reduction="mean", timeout_s=30)
+def _accelerated(kind: str, stage: int, replicate: int = 1) -> tuple[Any, Any, Any]:
+    config = zero.ZeroConfig(stage=stage, collectives="pairwise", timeout_s=30, replicate=replicate)
     accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(config))
     model = _make(kind)
     return accelerator, *accelerator.prepare(model, _optimizer("fused", model))
 
 
-def _resume(folder: str, stage: int, balances: bool) -> tuple[float, int]:
+def _resume(folder: str, stage: int, balances: bool, replicate: int = 1) -> tuple[float, int]:
     with _balancing_all() if balances else contextlib.nullcontext():
-        accelerator, model, optimizer = _accelerated("mixtral", stage)
+        accelerator, model, optimizer = _accelerated("mixtral", stage, replicate)
         accelerator.load_state(f"{folder}/state")
         oracle = _mixtral()
         oracle.load_state_dict(AutoModelForCausalLM.from_pretrained(f"{folder}/state").state_dict())
@@ -189,24 +209,19 @@ def _load(folder: str, stage: int) -> tuple[list[str], dict[str, int]]:
     with _balancing_all(), zero.Init({"stage": stage, "collectives": "pairwise"}):
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/weights")
     weights, expected = whole_state_dict(model), _make("mixtral").state_dict()
-    orders = [torch_compat.local_of(p).movedim(dim, 0).is_contiguous() for p, dim in _in_order(model)]
-    assert all(orders)
+    assert all(torch_compat.local_of(p).is_contiguous() for p in model.parameters())
     return [name for name, value in expected.items() if not torch.equal(weights[name], value)], _dims(model)
 
 
-def _in_order(model: nn.Module) -> list[tuple[Tensor, int]]:
-    return [(p, getattr(p.placements[0], "dim", 0)) for p in model.parameters() if isinstance(p, DTensor)]
-
-
 def test_files_are_those_of_any_other_run(tmp_path: Path) -> None:
-    run_ranks(_save, 4, str(tmp_path), 3, True)
+    run_ranks(_save, 4, str(tmp_path), 3)
     _make("mixtral").save_pretrained(tmp_path / "plain")  # type: ignore[operator]
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
     assert filecmp.cmpfiles(tmp_path / "plain", tmp_path / "weights", names, shallow=False)[0] == names
     found = [
         run_ranks(_resume, n, str(tmp_path), stage, balances) for n, stage, balances in ((3, 2, True), (4, 3, False))
     ]
-    found.append([run_alone(_resume, str(tmp_path), 1, True)])
+    found += [run_ranks(_resume, 4, str(tmp_path), 2, True, 2), [run_alone(_resume, str(tmp_path), 1, True)]]
     assert {far for each in found for far, _ in each} == {0.0}
     assert len({moments for each in found for _, moments in each}) == 1
     for differ, dims in run_ranks(_load, 4, str(tmp_path), 3):
