@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.by_hand import SLOW_CASES
 from tests.ranks import close_pool
 
 torch.set_num_threads(1)
@@ -21,3 +22,15 @@ hypothesis.settings.load_profile("hf_zero")
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the ranks, after Ctrl-C too."""
     close_pool()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that are run by hand; each of them must be there, if its file is."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in SLOW_CASES:
+            item.add_marker(pytest.mark.slow)
+    files = {item.nodeid.partition("::")[0].removeprefix("tests/") for item in items if "::" in item.nodeid}
+    found = {item.nodeid.removeprefix("tests/") for item in items}
+    lost = [case for case in SLOW_CASES if case.partition("::")[0] in files and case not in found]
+    is_whole = not any("::" in word or word.startswith("-k") for word in items[0].config.args) if items else False
+    assert not (is_whole and lost), f"tests/by_hand.py names what is not there: {lost}"

@@ -300,6 +300,10 @@ PEFT = [
     Seam(
         peft.tuners.AdaLoraModel, "update_and_allocate", "self.rankallocator.update_and_allocate(self.model", "wrapped"
     ),
+    Seam(
+        peft.tuners.lora.layer.ParamWrapper, "_activate_lora", "_LoraFactorsProxy(*self.get_delta_factors(", "wrapped"
+    ),
+    Seam(peft.tuners.lora.layer, "_LoraParameterProxy", "", "what ParamWrapper adds, of several adapters"),
     Seam(peft.peft_model.PeftModel, "__init__", "model: torch.nn.Module,", "wrapped: it gets the engine"),
     Seam(
         peft.peft_model.PeftModel,

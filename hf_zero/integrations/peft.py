@@ -10,6 +10,9 @@ each of them is about are whole while it runs, with what rank 0 makes of them on
 - `onload_layer`, which PEFT puts around each layer that it merges, unmerges or unloads: that layer.
 - `LoraModel.add_weighted_adapter` and that of IA3: the adapters, which are combined.
 - `AdaLoraModel.update_and_allocate`: the adapters and their gradients, of which it ranks the parts.
+- `ParamWrapper._activate_lora` (`target_parameters`, for stacked experts): PEFT makes a parametrization of the parameter for
+  the length of a call, which takes it away from its module; where modules see a gathered tensor, it is its sum with the
+  adapter that they see.
 - `PeftModel.__init__`, `merge_and_unload`, `unload`: the model with adapters, or without them again, gets the engine.
 
 What is made is plain, until `shard_model`, the Trainer, `prepare` or the first forward partitions it. Nothing changes for a
@@ -22,6 +25,7 @@ import functools
 import importlib
 import importlib.abc
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +84,9 @@ def install() -> None:
     for kind in (tuners.LoraModel, tuners.IA3Model):
         _wrap(kind, "add_weighted_adapter", _combine)
     _wrap(tuners.AdaLoraModel, "update_and_allocate", _allocate)
+    layers = importlib.import_module("peft.tuners.lora.layer")
+    if hasattr(layers, "ParamWrapper"):
+        _wrap(layers.ParamWrapper, "_activate_lora", functools.partial(_adapt_parameter, layers))
     _wrap(importlib.import_module("peft.peft_model").PeftModel, "__init__", _make_model)
     for name in ("merge_and_unload", "unload"):
         _wrap(tuners_utils.BaseTuner, name, _unload)
@@ -157,6 +164,29 @@ def _allocate(original: Callable[..., None], self: Any, global_step: int) -> Non
             if isinstance(rows, DTensor) and rows.grad is not None:
                 whole.grad = gather_whole(rows.grad, world_that_cut(rows))
         original(self, global_step)
+
+
+@contextmanager
+def _adapt_parameter(
+    layers: Any, original: Callable[..., Any], self: Any, active_adapters: list[str]
+) -> Iterator[None]:
+    base, name = self.get_base_layer(), self.parameter_name
+    whole = getattr(base, name)
+    adapters = [each for each in active_adapters if each in self.lora_A]
+    if isinstance(whole, nn.Parameter) or not adapters:
+        with original(self, active_adapters):
+            yield
+        return
+    if len(adapters) == 1 and self.num_experts > 1 and hasattr(layers, "_LoraFactorsProxy"):
+        adapt = layers._LoraFactorsProxy(*self.get_delta_factors(adapters[0]))
+    else:
+        adapt = layers._LoraParameterProxy(functools.reduce(operator.add, map(self.get_delta_weight, adapters)))
+    held = dict.__getitem__(base._parameters, name)
+    base._parameters[name] = adapt(whole)
+    try:
+        yield
+    finally:
+        base._parameters[name] = held
 
 
 def _adapters_of(tuner: Any) -> nn.ParameterList:

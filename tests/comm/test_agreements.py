@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm import agreements
+from hf_zero.comm import agreements, roll_call
 from hf_zero.comm.agreements import Agreements
 from hf_zero.comm.axis import cells_of
 from hf_zero.comm.ledger import Ledger
@@ -133,7 +133,7 @@ def test_processes_at_different_calls_name_each_other() -> None:
 
 
 def _miss(late: int, how: str, timeout_s: float) -> tuple[str, float]:
-    with mock.patch.object(agreements, "_FEW_RANKS", 1):
+    with mock.patch.object(agreements, "_FEW_RANKS", 1), mock.patch.object(roll_call, "_GRACE_S", 1.0):
         made = _make(20.0)
         made.meet("of all")
         made.timeout_s = timeout_s

@@ -49,6 +49,15 @@ METHODS = {
     "pissa": Method(_lora(init_lora_weights="pissa")),
     "pissa_niter": Method(_lora(init_lora_weights="pissa_niter_4")),
     "olora": Method(_lora(init_lora_weights="olora")),
+    "experts": Method(
+        lambda: peft.LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            init_lora_weights=False,
+        ),
+        "mixtral",
+    ),
     "token_indices": Method(_lora(trainable_token_indices=[1, 4, 36])),
     "trainable_tokens": Method(lambda: peft.TrainableTokensConfig(token_indices=[1, 4, 36])),
     "trainable_tokens_tied": Method(lambda: peft.TrainableTokensConfig(token_indices=[1, 4, 36]), "gpt2"),

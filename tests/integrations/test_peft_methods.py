@@ -42,6 +42,7 @@ CHOSEN = [
     ("pissa", "made", 1),
     ("pissa_niter", "running", 2),
     ("olora", "made", 3),
+    ("experts", "running", 3),
     ("token_indices", "running", 3),
     ("trainable_tokens_tied", "made", 3),
     ("prompt_tuning_vocabulary", "made", 3),
