@@ -121,8 +121,8 @@ class Owners:
                 if item.whole is not None:
                     item.rows.copy_(item.part_of(self.world.shard_rank))
         for item, (param, _) in zip(items, tensors, strict=True):
-            if item.layout.dim:  # then the rows that have arrived are a copy, in the order of messages
-                kept = torch_compat.local_of(param.grad if of_gradients else param)  # type: ignore[arg-type]
+            kept = torch_compat.local_of(param.grad if of_gradients else param)  # type: ignore[arg-type]
+            if item.rows.data_ptr() != kept.data_ptr():  # what has arrived is a copy, in the order of messages
                 kept.copy_(item.layout.in_shape(item.rows, tuple(kept.shape)))
 
     def _item(self, param: DTensor, rows: Tensor, whole: Tensor | None) -> _Item:
