@@ -50,6 +50,17 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def refuse_other_ranks(model: nn.Module, world: World) -> None:
+    """Raise a `PartitionError` for a parameter that is cut over other ranks already, judging by facts that all ranks share."""
+    for name, param in model.named_parameters():
+        old = world_of(param) if isinstance(param, DTensor) and not is_on_tensor_axis(param) else None
+        if old is not None and (old.num_shards, old.tensor.num_ranks) != (world.num_shards, world.tensor.num_ranks):
+            raise PartitionError(
+                f"{name} is cut over {old.num_shards * old.tensor.num_ranks} ranks, but with this configuration it would be "
+                f"over {world.num_shards * world.tensor.num_ranks}: make or load the model anew, or save it and load it again"
+            )
+
+
 def check_quantised(model: nn.Module, world: World) -> None:
     """Raise a `PartitionError` on every rank if quantised weights would have to be cut, or differ between the ranks."""
     own = [(name, param) for name, param in model.named_parameters() if is_of_own_class(param)]

@@ -31,6 +31,7 @@ from hf_zero.sharding.checks import (
     agree_on_model,
     check_model,
     check_quantised,
+    refuse_other_ranks,
     refuse_parameters_in_lists,
     refuse_sparse_gradients,
 )
@@ -82,6 +83,7 @@ def shard_model(
     world = old_engines[0].world if old_engines else _world_at_rest(model)
     if world is None or (config is not None and not old_engines and world.config != ZeroConfig.load(config)):
         world = World.create(ZeroConfig.load(config), _device_of(model), mesh)
+    refuse_other_ranks(model, world)
     for inner in old_engines:
         inner.close()
     engine = start_engine(model, world)

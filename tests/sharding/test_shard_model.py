@@ -135,3 +135,13 @@ def test_model_is_moved_from_where_its_ranks_exchange_nothing(
     monkeypatch.setattr(sharding, "default_device", lambda: torch.device("meta"))
     monkeypatch.setattr(sharding.torch_compat, "exchanges_on", lambda group, device: has_gloo)
     assert sharding._device_of(Net()) == torch.device(expected)
+
+
+@on_ranks(4)
+def test_model_that_is_cut_over_other_ranks_is_refused() -> None:
+    net = Net()
+    zero.shard_model(net, {"stage": 3, "timeout_s": 20}).close()
+    with pytest.raises(zero.PartitionError, match=r"is cut over 4 ranks, but .* over 2: make or load the model anew"):
+        zero.shard_model(net, {"stage": 3, "replicate": 2, "timeout_s": 20})
+    zero.shard_model(net, {"stage": 2, "timeout_s": 20})
+    square_loss(net, batch(dist.get_rank(), 0)).backward()
