@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -71,8 +72,9 @@ def _found(running: list[subprocess.Popen[str]]) -> dict[int, tuple[str, list[fl
     """The host and the losses of each rank."""
     told = [process.communicate(timeout=100)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(told)
-    lines = [line.removeprefix("found ") for text in told for line in text.splitlines() if line.startswith("found ")]
-    return {rank: (host, losses) for host, rank, losses in map(json.loads, lines)}
+    # Wherever it stands: ranks of a host, and their progress bars, write into one stream.
+    found = [each for text in told for each in re.findall(r'found (\["[^"]*", \d+, \[[^]]*\]\])', text)]
+    return {rank: (host, losses) for host, rank, losses in map(json.loads, found)}
 
 
 @undone
