@@ -3,7 +3,7 @@
 The everyday suite has to stay well below a quarter of an hour on two cores, whatever is added.
 """
 
-SLOW_CASES = (
+SLOW_CASES = {
     "checkpoint/test_commit.py::test_a_whole_checkpoint_is_found_after_death_at_every_change[later]",
     "comm/host/test_many_hosts.py::test_rank_that_stalls_is_named_by_its_host_and_by_its_column[gather]",
     "comm/test_ledger.py::test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four[3]",
@@ -35,4 +35,4 @@ SLOW_CASES = (
     "test_parity.py::test_every_stage_matches_ddp[llama-3]",
     "test_parity.py::test_every_stage_matches_ddp[mlp-3]",
     "test_two_hosts.py::test_hosts_without_a_common_folder_train_as_one_and_save_all[False]",
-)
+}

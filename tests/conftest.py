@@ -24,13 +24,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     close_pool()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the cases that are run by hand; each of them must be there, if its file is."""
-    for item in items:
-        if item.nodeid.removeprefix("tests/") in SLOW_CASES:
-            item.add_marker(pytest.mark.slow)
-    files = {item.nodeid.partition("::")[0].removeprefix("tests/") for item in items if "::" in item.nodeid}
-    found = {item.nodeid.removeprefix("tests/") for item in items}
-    lost = [case for case in SLOW_CASES if case.partition("::")[0] in files and case not in found]
-    is_whole = not any("::" in word or word.startswith("-k") for word in items[0].config.args) if items else False
-    assert not (is_whole and lost), f"tests/by_hand.py names what is not there: {lost}"
+    found = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for case in SLOW_CASES & found.keys():
+        found[case].add_marker(pytest.mark.slow)
+    if not any("::" in word for word in config.args):
+        files = {name.partition("::")[0] for name in found}
+        lost = {case for case in SLOW_CASES - found.keys() if case.partition("::")[0] in files}
+        assert not lost, f"tests/by_hand.py names what is not there: {sorted(lost)}"

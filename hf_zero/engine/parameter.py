@@ -195,7 +195,7 @@ def cut(param: nn.Parameter, world: World, dtype: torch.dtype) -> nn.Parameter:
     """
     where = world.cut_of(param)
     rows = where.rows.rows_of(torch_compat.local_of(param), where.shard_rank)
-    local = rows.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    local = rows.to(dtype, copy=True)
     return wrap(local, world, param)
 
 
