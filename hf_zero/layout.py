@@ -147,7 +147,7 @@ class OwnerLayout(RowLayout):
 
 @dataclass(frozen=True)
 class PlacedLayout(RowLayout):
-    """A tensor cut by rows over some of `num_ranks` ranks, while the others hold none of it.
+    """A tensor cut on one dim over some of `num_ranks` ranks, while the others hold none of it.
 
     Attributes:
         places: the ranks that hold it, in the order of their rows.
@@ -159,7 +159,7 @@ class PlacedLayout(RowLayout):
         """First and last-plus-one element that `rank` holds."""
         if rank not in self.places:
             return 0, 0
-        return RowLayout(self.shape, len(self.places)).span(self.places.index(rank))
+        return RowLayout(self.shape, len(self.places), dim=self.dim).span(self.places.index(rank))
 
 
 @dataclass(frozen=True)

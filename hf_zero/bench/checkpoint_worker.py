@@ -27,7 +27,7 @@ from hf_zero.checkpoint.commit import StagedCheckpoint, verify
 from hf_zero.checkpoint.cooperative import read_plan
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.model_state import read_model, write_model
-from hf_zero.checkpoint.optimizer_state import LoadedState, capture
+from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state
 
 dcp: Any = torch.distributed.checkpoint
 _FULL = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -119,7 +119,7 @@ class HfZero(Engine):
         """Verify all checksums, then load."""
         verify(folder, self.world)
         read_model(self.model, folder, self.world)
-        plan, sources = LoadedState(folder, "optimizer", self.optimizer, self.model).install()
+        plan, sources = LoadedState(read_state(folder, "optimizer"), self.optimizer, self.model).install()
         read_plan([file.name for file in plan.files], plan.pieces, sources, folder, self.world)
 
     def export(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ import logging
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from hf_zero.checkpoint.manifest import (
     extents_of,
     files_in,
     read_manifest,
+    read_text,
     record_of,
 )
 from hf_zero.checkpoint.model_plan import Plan
@@ -104,7 +105,7 @@ class StagedCheckpoint:
             self._deferred.append((plan, self._background.keep(sources)))
 
     def _write(self, plan: Plan, sources: Mapping[str, Source], world: World) -> None:
-        for name, found in write_plan(plan, sources, self.folder, world).items():
+        for name, found in write_plan(plan, sources, self.folder, world, in_parts=True).items():
             self._extents.setdefault(name, []).extend(found)
 
     def commit(self, manifest: Manifest, after: Callable[[], None] = lambda: None) -> None:
@@ -263,14 +264,25 @@ def verify(folder: Path, world: World | None) -> Manifest:
     Raises:
         CheckpointError: on all ranks, naming each damaged file.
     """
-    rank, num_ranks = (0, 1) if world is None else (world.rank, world.num_ranks)
-    with nullcontext() if world is None else world.together("reading a checkpoint", CheckpointError):
+    if world is None:
         manifest = read_manifest(folder)
-    with nullcontext() if world is None else world.together("verifying a checkpoint", CheckpointError):
-        found = damages(folder, manifest, rank, num_ranks)
-        if found:
-            raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}. Take an older checkpoint")
+        _refuse(folder, damages(folder, manifest))
+        return manifest
+    text = world.from_first(lambda: read_text(folder), "reading a checkpoint", CheckpointError)
+    with world.together("reading a checkpoint", CheckpointError):
+        if world.is_first_on_host and read_text(folder) != text:
+            raise CheckpointError(
+                f"{folder} is another checkpoint on this host than on that of rank 0: {MANIFEST} differs"
+            )
+        manifest = read_manifest(folder, text)
+    with world.together("verifying a checkpoint", CheckpointError):
+        _refuse(folder, damages(folder, manifest, world.rank, world.num_ranks, looks=world.is_first_on_host))
     return manifest
+
+
+def _refuse(folder: Path, found: list[str]) -> None:
+    if found:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}. Take an older checkpoint")
 
 
 def latest(

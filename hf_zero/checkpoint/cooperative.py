@@ -10,181 +10,118 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from hf_zero import torch_compat
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.background import WRITING_S
-from hf_zero.checkpoint.by_rows import empty_rows, from_rows, is_exchanged, to_rows
+from hf_zero.checkpoint.collecting import Writer, read_windows, write_windows
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece
-from hf_zero.checkpoint.tensor_file import (
-    Extent,
-    Source,
-    TensorFile,
-    TensorInfo,
-    in_order,
-    read_layout,
-    read_rows,
-    write_parts,
-    write_rows,
-)
+from hf_zero.checkpoint.stored import Stretch
+from hf_zero.checkpoint.tensor_file import Extent, Source, TensorFile, read_layout, read_rows, write_rows
+from hf_zero.checkpoint.windows import Window, divided, is_cut, joined, on_disk
 from hf_zero.engine.world import World
-from hf_zero.errors import CheckpointError, CollectiveError
-from hf_zero.layout import OwnerLayout, RowLayout
+from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 Extents = dict[str, list[Extent]]
 
 
-def write_plan(plan: Plan, sources: Mapping[str, Source], folder: Path, world: World) -> Extents:
+def write_plan(
+    plan: Plan, sources: Mapping[str, Source], folder: Path, world: World, *, in_parts: bool = False
+) -> Extents:
     """Write the files of a plan, called by all ranks together; an older file of the same name is replaced at the end.
 
-    No rank holds more than its rows and about twice 8 MiB, or, if the ranks do not share the folder, one whole tensor.
+    On one host, each rank writes its rows itself, of which the page cache makes whole pages. Where ranks of several hosts
+    write, or one of them does not see the folder, or holds something else than rows, or no two may write one file
+    (`checkpoint_files`), they collect windows of files first; see [Note: windows]. No rank holds more than its rows and about
+    four times 8 MiB.
 
     Args:
         plan: the same on every rank.
         sources: this rank's part of everything in it.
         folder: exists on rank 0.
         world: the ranks.
+        in_parts: if no two ranks may write one file, whether large ones are written as several, a rank each; see
+            [Note: parts]. Otherwise one rank writes all of it.
 
     Returns:
-        What this rank wrote, by file, with its checksums.
+        What this rank wrote, by file on disk, with its checksums.
 
     Raises:
         CheckpointError: on all ranks, if any of them could not write; older files are left as they were.
     """
-    partial = {file.name: replace(file, name=f".{file.name}.partial") for file in plan.files}
+    sees = ranks_that_see(folder, world)
+    if not all(sees) and world.rank == 0:
+        logger.info(
+            "not all ranks share %s: those that do write it, and get the others' rows in pieces of 8 MiB", folder
+        )
+    is_exclusive = world.config.checkpoint_files == "per_writer"
+    partial = tuple(replace(file, name=f".{file.name}.partial") for file in plan.files)
+    is_direct = all(sees) and not _collects(sources, world) and not is_exclusive
+    windows = _windows(partial, sees, world, is_direct, is_exclusive and not in_parts)
+    if is_exclusive and in_parts:
+        places = on_disk(windows)
+    else:
+        places = {file.name: [(0, Stretch(Path(file.name), 0, file.nbytes))] for file in partial}
+    made = [stretch.path for each in places.values() for _, stretch in each]
     try:
-        return _write_all(partial, plan, sources, folder, world)
+        with world.together(f"preparing files in {folder}", CheckpointError, WRITING_S):
+            for file in partial if world.rank == 0 and not is_exclusive else ():
+                disk.write_file(folder / file.name, file.header if is_direct else b"", file.nbytes)
+        extents: Extents = {}
+        with world.together(f"writing {folder}", CheckpointError, WRITING_S):
+            if is_direct and world.is_first_replica:
+                for file in partial:
+                    extents[file.name] = write_rows(folder, file, plan.pieces, sources, world.shard_rank)
+            elif world.is_first_replica:
+                writer = Writer(folder, places, is_exclusive, extents)
+                write_windows(windows, plan.pieces, sources, writer, world)
+        with world.together(f"renaming files in {folder}", CheckpointError):
+            if world.rank == 0:
+                for file in partial if is_direct else ():
+                    extents[file.name].insert(0, header_extent(file))
+                for path in made:
+                    disk.rename(folder / path, folder / _final(path.name))
+                disk.sync_folder(folder)
     except CheckpointError:
         if world.rank == 0:
-            for file in partial.values():
+            for path in made:
                 with contextlib.suppress(OSError):  # the disk may be full
-                    disk.remove_file(folder / file.name)
+                    disk.remove_file(folder / path)
         raise
+    return {_final(name): found for name, found in extents.items()}
 
 
-def _write_all(
-    partial: Mapping[str, TensorFile], plan: Plan, sources: Mapping[str, Source], folder: Path, world: World
-) -> Extents:
-    with world.together(f"preparing files in {folder}", CheckpointError, WRITING_S):
-        if world.rank == 0:
-            for file in partial.values():
-                disk.write_file(folder / file.name, file.header, file.nbytes)
-    is_shared = shares_folder(folder, world)
-    if not is_shared and world.rank == 0:
-        logger.info(
-            "the ranks do not share %s: rank 0 writes it, and gets the others' rows one tensor at a time", folder
-        )
-    extents: Extents = {name: [] for name in partial}
-    with world.together(f"writing {folder}", CheckpointError, WRITING_S):
-        if not is_shared:
-            _write_streamed(extents, partial, plan, sources, folder, world)
-        elif world.is_first_replica and any(map(is_exchanged, sources.values())):
-            extents = _write_exchanged(partial, plan, sources, folder, world)
-        elif world.is_first_replica:
-            for name, file in partial.items():
-                extents[name] = write_rows(folder, file, plan.pieces, sources, world.shard_rank)
-    with world.together(f"renaming files in {folder}", CheckpointError):
-        if world.rank == 0:
-            for name, file in partial.items():
-                extents[name].insert(0, header_extent(file))
-                disk.rename(folder / file.name, folder / name)
-            disk.sync_folder(folder)
-    return extents
+def _final(partial: str) -> str:
+    """The name of a file once it is complete."""
+    return partial.removeprefix(".").replace(".partial", "", 1)
+
+
+def _collects(sources: Mapping[str, Source], world: World) -> bool:
+    """Whether ranks send rows to each other before they write, and after they have read."""
+    several = world.num_hosts > 1 or world.tensor.num_ranks > 1
+    return several or any(source.layout.dim for source in sources.values())
+
+
+def _windows(
+    files: Sequence[TensorFile], sees: Sequence[bool], world: World, is_direct: bool, whole_files: bool
+) -> list[list[Window]]:
+    """The windows of files, by rank among those that hold the model; only ranks that see the folder have some."""
+    if is_direct:
+        return []
+    numbers = {rank: number for number, rank in enumerate(world.everyone.ranks)}
+    able = [place for place, rank in enumerate(world.holders.ranks) if sees[numbers[rank]]]
+    ranges = [(file, 0, file.nbytes) for file in files]
+    found: list[list[Window]] = [[] for _ in world.holders.ranks]
+    for place, own in zip(able, divided(ranges, len(able), whole_files=whole_files) if able else (), strict=True):
+        found[place] = own
+    return found
 
 
 def header_extent(file: TensorFile) -> Extent:
     """The extent of a file's header."""
     return Extent(0, len(file.header), zlib.crc32(file.header))
-
-
-def _write_streamed(
-    extents: Extents,
-    partial: Mapping[str, TensorFile],
-    plan: Plan,
-    sources: Mapping[str, Source],
-    folder: Path,
-    world: World,
-) -> None:
-    """All ranks gather one tensor after another; rank 0 writes. An error is raised at the end: the others are gathering."""
-    first: Exception | None = None
-
-    def write(name: str, file: TensorFile, tensor: TensorInfo) -> None:
-        # A separate function, so that what is whole here is freed before the next tensor is gathered.
-        names = {piece.source for piece in plan.pieces[tensor.name]}
-        whole = {source: _gather(sources[source], source, world) for source in sorted(names)}
-        if world.rank == 0 and first is None:
-            extents[name].extend(write_rows(folder, replace(file, tensors=(tensor,)), plan.pieces, whole, 0))
-
-    for name, file in partial.items():
-        for tensor in file.tensors:
-            try:
-                write(name, file, tensor)
-            except CollectiveError:
-                raise
-            except Exception as error:
-                first = first or error
-    if first is not None:
-        raise first
-
-
-def _write_exchanged(
-    partial: Mapping[str, TensorFile], plan: Plan, sources: Mapping[str, Source], folder: Path, world: World
-) -> Extents:
-    """The ranks that hold the model exchange one source after another for rows, and write these; see [Note: rows for files]."""
-    first: Exception | None = None
-    extents: Extents = {name: [] for name in partial}
-    parts = _by_source(plan.pieces, {name: file.tensors for name, file in partial.items()})
-    paths = {name: folder / file.name for name, file in partial.items()}
-    with contextlib.ExitStack() as stack:
-        opened = {name: stack.enter_context(disk.rows_file(path)) for name, path in paths.items()}
-        for source in sorted(parts):
-            given = sources[source]
-            rows = to_rows(given, source, world) if is_exchanged(given) else given
-            for name, tensor, pieces in parts[source] if first is None else ():
-                try:
-                    to = opened[name], paths[name], tensor, pieces
-                    write_parts(*to, {source: rows}, world.holders.rank, extents[name])
-                except Exception as error:  # raised at the end: the others go on exchanging
-                    first = first or error
-        if first is not None:
-            raise first
-    return {name: in_order(found) for name, found in extents.items()}
-
-
-def _by_source(
-    pieces: Mapping[str, Sequence[Piece]], tensors: Mapping[str, Sequence[TensorInfo]]
-) -> dict[str, list[tuple[str, TensorInfo, list[Piece]]]]:
-    """The tensors of files that have something of a source: by source, the file, the tensor and its pieces from there."""
-    found: dict[str, list[tuple[str, TensorInfo, list[Piece]]]] = {}
-    for name, infos in tensors.items():
-        for tensor in infos:
-            of: dict[str, list[Piece]] = {}
-            for piece in pieces[tensor.name]:
-                of.setdefault(piece.source, []).append(piece)
-            for source, own in of.items():
-                found.setdefault(source, []).append((name, tensor, own))
-    return found
-
-
-def _gather(source: Source, name: str, world: World) -> Source:
-    if source.cut is not None and is_exchanged(source):
-        whole = world.gather_parameter(torch_compat.local_of(source.rows), source.cut, name)
-        return Source(whole, RowLayout(source.cut.shape, 1))
-    if source.layout.num_ranks == 1:
-        return source
-    if isinstance(source.layout, OwnerLayout):
-        has_it = world.shard_rank == source.layout.owner
-        room = torch.empty(source.layout.shape, dtype=source.rows.dtype, device=world.device)
-        values = source.rows.contiguous() if has_it else room
-        world.collectives.broadcast(values, source.layout.owner, name)
-        return Source(values, RowLayout(source.layout.shape, 1))
-    whole = world.gather_whole(torch_compat.local_of(source.rows), source.layout, name)
-    return Source(whole, RowLayout(source.layout.shape, 1))
 
 
 def shares_folder(folder: Path, world: World) -> bool:
@@ -227,25 +164,24 @@ def read_plan(
     folder: Path,
     world: World,
 ) -> None:
-    """Read what this rank holds of files, as `read_files`; called by all ranks together."""
-    if not any(map(is_exchanged, sources.values())):
+    """Read what this rank holds of files, as `read_files`; called by all ranks together.
+
+    What is cut, ranks of several hosts read together, each byte once, and send it to those that hold it; see [Note: windows].
+    What every rank holds whole, each one reads by itself: on a host, from the page cache.
+    """
+    if not _collects(sources, world):
         read_files(names, pieces, sources, folder, world.shard_rank)
         return
-    files = {name: read_layout(folder / name) for name in names}
-    first: Exception | None = None
-    for source, parts in sorted(_by_source(pieces, {name: file.tensors for name, file in files.items()}).items()):
-        is_moved = is_exchanged(sources[source])
-        rows = empty_rows(sources[source], world) if is_moved else sources[source]
-        try:
-            for name, tensor, own in parts if first is None else ():
-                one = replace(files[name], tensors=(tensor,))
-                read_rows(folder, one, {tensor.name: own}, {source: rows}, world.holders.rank)
-        except Exception as error:  # raised at the end: the others go on exchanging
-            first = error
-        if is_moved:
-            from_rows(rows, sources[source], source, world)
-    if first is not None:
-        raise first
+    shared = {name for name, source in sources.items() if is_cut(source)}
+    ranges = []
+    for file in (read_layout(folder / name) for name in names):
+        whole = {t.name: [piece for piece in pieces[t.name] if piece.source not in shared] for t in file.tensors}
+        read_rows(folder, file, whole, sources, world.shard_rank)
+        for tensor in file.tensors:
+            if len(whole[tensor.name]) < len(pieces[tensor.name]):
+                ranges.append((file, tensor.offset, tensor.offset + tensor.nbytes))
+    collected = {name: [piece for piece in each if piece.source in shared] for name, each in pieces.items()}
+    read_windows(divided(joined(ranges), world.holders.num_ranks), collected, sources, folder, world)
 
 
 def match(plan: Plan, folder: Path, names: Iterable[str]) -> list[str]:

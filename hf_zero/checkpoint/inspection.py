@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from hf_zero.checkpoint.manifest import MANIFEST, FileRecord, Manifest, check_name, damages, read_manifest
 from hf_zero.checkpoint.model_plan import WEIGHTS
 from hf_zero.checkpoint.model_state import weight_files
+from hf_zero.checkpoint.stored import whole_name
 from hf_zero.checkpoint.tensor_file import TensorInfo, read_layout
 from hf_zero.errors import CheckpointError
 
@@ -95,13 +96,13 @@ def look_at(folder: Path, *, verifies: bool = True) -> Contents:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    names = [name for name in sizes if name.endswith(".safetensors")]
+    names = list(dict.fromkeys(whole for name in sizes if (whole := whole_name(name)).endswith(".safetensors")))
     if not names and MANIFEST not in sizes:
         raise CheckpointError(f"{folder} has neither safetensors files nor a {MANIFEST}")
     verdict = check(folder, sums=verifies) if MANIFEST in sizes else Verdict(folder, None, ())
     problems = list(verdict.problems)
     files = {name: _noting(problems, functools.partial(read_layout, folder / name)) for name in names}
-    if WEIGHTS in sizes or INDEX in sizes:
+    if WEIGHTS in names or INDEX in sizes:
         _noting(problems, lambda: located_weights(folder))
     tensors = {name: file.tensors for name, file in files.items() if file is not None}
     is_verified = verdict.manifest is not None and verifies

@@ -68,16 +68,15 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint folder.
+def read_text(folder: Path) -> bytes:
+    """What the manifest of a checkpoint folder says.
 
     Raises:
-        CheckpointError: there is none, it is damaged or of a newer version, or a name in it leaves the folder.
+        CheckpointError: there is none.
     """
-    path = folder / MANIFEST
     check_name(folder, MANIFEST)
     try:
-        text = path.read_bytes()
+        return (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         missing = "there is no such folder on this host (hosts that share none need a copy each)"
         reason = f"it has no {MANIFEST}" if folder.is_dir() else missing
@@ -85,6 +84,19 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is not a complete checkpoint of hf_zero: {reason}. A save that was cut off leaves none; "
             "take an older checkpoint"
         ) from None
+
+
+def read_manifest(folder: Path, text: bytes | None = None) -> Manifest:
+    """Read and check the manifest of a checkpoint folder.
+
+    Args:
+        folder: of the checkpoint.
+        text: what the manifest says, where somebody has read it already.
+
+    Raises:
+        CheckpointError: there is none, it is damaged or of a newer version, or a name in it leaves the folder.
+    """
+    path, text = folder / MANIFEST, read_text(folder) if text is None else text
     try:
         content = json.loads(text)
         digest, schema = content.pop("digest"), content["schema"]
@@ -169,37 +181,48 @@ def record_of(path: Path, extents: Iterable[Extent]) -> FileRecord:
     return FileRecord(size, ordered)
 
 
-def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1) -> list[str]:
+def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1, *, looks: bool = True) -> list[str]:
     """What is wrong with the files of a checkpoint; ranks share the reading.
 
     Args:
         folder: of the checkpoint.
         manifest: what it should contain.
-        rank: of this process, which reads every `num_ranks`-th extent.
-        num_ranks: how many share the work; each of them finds missing, foreign and truncated files.
+        rank: of this process, which compares its share of the bytes with their checksums.
+        num_ranks: how many share the work: each reads bytes that follow each other, so that few open the same file.
+        looks: whether this one also looks for missing, foreign and truncated files; another rank of its host may.
 
     Returns:
         One line for each damaged file; empty if the checkpoint is whole.
     """
-    found = []
-    for name in files_in(folder).keys() - {*manifest.files, MANIFEST}:
-        found.append(f"{name} does not belong to it: move it elsewhere")
-    found.sort()
+    found = _misplaced(folder, manifest) if looks else {}
+    total = max(sum(record.size for record in manifest.files.values()), 1)
+    done = 0
+    for name, record in manifest.files.items():
+        own = [e for e in record.extents if (done + e.offset) * num_ranks // total == rank]
+        done += record.size
+        if own and name not in found:
+            try:
+                if problem := _altered(folder / name, own):
+                    found[name] = problem
+            except OSError as error:
+                found[name] = f"{name} cannot be read ({error})"
+    return list(found.values())
+
+
+def _misplaced(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """The files that do not belong to a checkpoint, are missing, or have another length: what is wrong, by name."""
+    foreign = sorted(files_in(folder).keys() - {*manifest.files, MANIFEST})
+    found = {name: f"{name} does not belong to it: move it elsewhere" for name in foreign}
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            found.append(f"{name} is missing")
+            found[name] = f"{name} is missing"
         elif path.stat().st_size != record.size:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {record.size}")
-        else:
-            try:
-                found += _altered(path, record.extents[rank::num_ranks])
-            except OSError as error:
-                found.append(f"{name} cannot be read ({error})")
+            found[name] = f"{name} has {path.stat().st_size} bytes instead of {record.size}"
     return found
 
 
-def _altered(path: Path, extents: Iterable[Extent]) -> list[str]:
+def _altered(path: Path, extents: Iterable[Extent]) -> str | None:
     with path.open("rb") as file:
         for extent in extents:
             file.seek(extent.offset)
@@ -207,5 +230,5 @@ def _altered(path: Path, extents: Iterable[Extent]) -> list[str]:
             while left and (data := file.read(min(left, CHUNK_BYTES))):
                 crc, left = zlib.crc32(data, crc), left - len(data)
             if left or crc != extent.crc:
-                return [f"{path.name} was altered between bytes {extent.offset} and {extent.offset + extent.length}"]
-    return []
+                return f"{path.name} was altered between bytes {extent.offset} and {extent.offset + extent.length}"
+    return None

@@ -15,6 +15,7 @@ from hf_zero.checkpoint.commit import staged_in
 from hf_zero.checkpoint.cooperative import match, read_plan, write_plan
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.checkpoint.stored import is_stored
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError
@@ -96,7 +97,7 @@ def weight_files(folder: Path) -> list[str]:
     """
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        if not (folder / "model.safetensors").exists():
+        if not is_stored(folder / "model.safetensors"):
             raise CheckpointError(f"{folder} has no model.safetensors and no {index.name}")
         return ["model.safetensors"]
     check_name(folder, index.name)

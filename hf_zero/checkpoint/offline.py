@@ -22,6 +22,7 @@ from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.inspection import INDEX, Located, check, located_weights, read_index
 from hf_zero.checkpoint.manifest import MANIFEST, TEMPLATES, check_name
 from hf_zero.checkpoint.model_plan import plan_model
+from hf_zero.checkpoint.stored import stored
 from hf_zero.checkpoint.tensor_file import TensorFile, TensorInfo, layout_file, read_layout
 from hf_zero.errors import CheckpointError, UsageError
 
@@ -34,7 +35,7 @@ CONFIG = "config.json"
 # What `from_pretrained` does not need from the source: weights in any format (they are written anew, or not at all),
 # pickles, and training state.
 _WEIGHTS_OR_PICKLE = re.compile(
-    r".*(\.(safetensors|bin|pt|pth|pkl|ckpt|h5|msgpack|gguf|onnx|distcp)|\.index\.json)", re.IGNORECASE
+    r".*(\.safetensors(\.\d+-of-\d+)?|\.(bin|pt|pth|pkl|ckpt|h5|msgpack|gguf|onnx|distcp)|\.index\.json)", re.IGNORECASE
 )
 _STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|rng_state|random_states|data_order|trainer_state).*")
 
@@ -325,12 +326,10 @@ def _chunks(job: _Job, tensor: TensorInfo) -> Iterator[memoryview]:
     path, source = job.weights[tensor.name].path, job.weights[tensor.name].info
     step = max(CHUNK_BYTES // max(source.dtype.itemsize, tensor.dtype.itemsize), 1)
     numel = math.prod(source.shape)
-    with path.open("rb") as file:
-        file.seek(source.offset)
+    with stored(path) as file:
         for start in range(0, numel, step):
             data = bytearray(min(step, numel - start) * source.dtype.itemsize)
-            if file.readinto(data) != len(data):
-                raise CheckpointError(f"{path} is truncated: {tensor.name!r} ends early")
+            file.read_into(data, source.offset + start * source.dtype.itemsize)
             if source.dtype == tensor.dtype:
                 yield memoryview(data)
                 continue

@@ -22,6 +22,7 @@ from hf_zero import torch_compat
 from hf_zero.checkpoint.model_plan import Plan, source_of
 from hf_zero.checkpoint.pieces import identity
 from hf_zero.checkpoint.state_values import from_json, tensors_of, to_json
+from hf_zero.checkpoint.stored import is_stored
 from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
 from hf_zero.engine.optimizer_kinds import wrapped_optimizers
 from hf_zero.engine.optimizers import owned_by, rooms_on_disk
@@ -219,35 +220,66 @@ def _whole(infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {name: (identity(name, info.shape),) for name, info in infos.items()}
 
 
-class LoadedState:
-    """The state of one optimizer in a checkpoint: checked first, then read.
+@dataclass(frozen=True)
+class SavedState:
+    """What a checkpoint says about an optimizer's state, without the tensors themselves; read by one rank for all.
+
+    Attributes:
+        path: of the numbers.
+        numbers: JSON.
+        file: of the tensors.
+    """
+
+    path: Path
+    numbers: str
+    file: TensorFile
+
+
+def read_state(folder: Path, prefix: str) -> SavedState:
+    """Read what a checkpoint says about an optimizer's state.
 
     Args:
         folder: of the checkpoint.
         prefix: of the files' names.
+
+    Raises:
+        CheckpointError: the state is missing, or its file of tensors is damaged.
+    """
+    tensors, numbers = (folder / name for name in state_files(prefix))
+    for path in (tensors, numbers):
+        if not is_stored(path):
+            raise CheckpointError(
+                f"{path} is missing, so the optimizer cannot go on; to start with a fresh one, load the weights alone"
+            )
+    try:
+        text = numbers.read_text()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{numbers} is damaged: {error!r}") from error
+    return SavedState(numbers, text, read_layout(tensors))
+
+
+class LoadedState:
+    """The state of one optimizer in a checkpoint: checked first, then read.
+
+    Args:
+        saved: what `read_state` has read.
         optimizer: of the class that was saved; holds the same parameters in the same groups.
         model: names the parameters.
 
     Raises:
-        CheckpointError: the state is missing, or belongs to another optimizer; nothing has been changed.
+        CheckpointError: the state belongs to another optimizer; nothing has been changed.
     """
 
-    def __init__(self, folder: Path, prefix: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self._folder, self._optimizer, self._model = folder, optimizer, model
-        tensors, numbers = (folder / name for name in state_files(prefix))
-        for path in (tensors, numbers):
-            if not path.is_file():
-                raise CheckpointError(
-                    f"{path} is missing, so the optimizer cannot go on; to start with a fresh one, load the weights alone"
-                )
-        self.file: TensorFile = read_layout(tensors)
+    def __init__(self, saved: SavedState, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self._optimizer, self._model = optimizer, model
+        self._folder, self.file, path = saved.path.parent, saved.file, saved.path
         try:
-            self._content = json.loads(numbers.read_text())
-            self._check(numbers)
+            self._content = json.loads(saved.numbers)
+            self._check(path)
         except CheckpointError:
             raise
         except Exception as error:  # of any kind: it must not surface while the state is being installed
-            raise CheckpointError(f"{numbers} is damaged: {error!r}") from error
+            raise CheckpointError(f"{path} is damaged: {error!r}") from error
 
     def _check(self, path: Path) -> None:
         kind = type(_inner(self._optimizer)).__name__

@@ -2,13 +2,13 @@
 
 [Note: pieces] What `save_pretrained` writes differs from the parameters only in names and in the places of elements: experts
 are unstacked, fused projections split, heads permuted. Every such tensor consists of a few strided pieces of parameters. A
-rank owns an interval of each parameter's elements, hence a part of each piece, and writes or reads exactly that part.
+rank holds some indices on a dim of each parameter, hence a part of each piece.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,6 +79,48 @@ class Piece:
             at = low + index * stride
             if at < stop and at + extent > start:
                 yield from self.narrow(dim, index, index + 1).within(side, start, stop)
+
+    def held(self, shape: tuple[int, ...], dim: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+        """The parts that a rank has which holds some indices of the source; their source is what the rank holds.
+
+        Args:
+            shape: of the whole source.
+            dim: on which the rank holds some indices only.
+            ranges: starts and ends of them, in the order in which the rank holds them, one after another.
+        """
+        inner = math.prod(shape[dim + 1 :])
+        whole, own, at = shape[dim] * inner, sum(stop - start for start, stop in ranges) * inner, 0
+        for start, stop in ranges:
+            for part in self._within_periods(whole, start * inner, stop * inner):
+                period, offset = divmod(part.source_offset, whole)
+                strides = tuple(s // whole * own if s % whole == 0 else s for s in part.source_strides)
+                yield replace(part, source_offset=period * own + at + offset - start * inner, source_strides=strides)
+            at += (stop - start) * inner
+
+    def _within_periods(self, period: int, low: int, high: int) -> Iterator[Piece]:
+        """The parts whose elements in the source lie in [low, high) of a period; each dim stays in one, or walks whole ones."""
+        if not self.numel or low == high:
+            return
+        phase = self.source_offset % period
+        inside = [
+            d for d, (n, s) in enumerate(zip(self.shape, self.source_strides, strict=True)) if n > 1 and s % period
+        ]
+        extent = 1 + sum((self.shape[d] - 1) * self.source_strides[d] for d in inside)
+        if phase + extent <= period:
+            first = replace(self, shape=tuple(n if d in inside else 1 for d, n in enumerate(self.shape)))
+            base = self.source_offset - phase
+            for part in first.within("source", base + low, base + high):
+                shape = tuple(part.shape[d] if d in inside else n for d, n in enumerate(self.shape))
+                yield replace(part, shape=shape)
+            return
+        dim = max(inside, key=lambda d: self.source_strides[d])
+        stride, count, start = self.source_strides[dim], self.shape[dim], 0
+        rest = extent - (count - 1) * stride  # of one index
+        while start < count:  # as many indices as lie in one period
+            phase = (self.source_offset + start * stride) % period
+            stop = min(start + max((period - phase - rest) // stride + 1, 1), count)
+            yield from self.narrow(dim, start, stop)._within_periods(period, low, high)
+            start = stop
 
     def runs(self) -> tuple[Piece, int]:
         """The same piece with dimensions in the order of the target, and how many trailing ones are contiguous there."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.pieces import Piece
+from hf_zero.checkpoint.stored import stored
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Cut, RowLayout
 
@@ -105,12 +105,36 @@ class Source:
     Attributes:
         rows: this rank's rows.
         layout: how the whole is cut; over one rank, if every rank holds it whole.
-        cut: given where a tensor axis cuts it first, or could; see [Note: rows for files].
+        cut: given where a tensor axis cuts it first, or could, or where it is cut on another dim than the first.
     """
 
     rows: Tensor
     layout: RowLayout
     cut: Cut | None = None
+
+
+class Memory:
+    """This rank's parts of sources as flat tensors, row-major: copies of those that lie in another order in memory."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+        self._flat: dict[str, Tensor] = {}
+
+    def view(self, part: Piece, start: int = 0) -> Tensor:
+        """The elements of a part of a source, in its order; counted from element `start` of the source."""
+        flat = self._flat.get(part.source)
+        if flat is None:
+            rows = torch_compat.local_of(self._sources[part.source].rows)
+            flat = self._flat[part.source] = rows.contiguous().view(-1)
+        offset = int(flat.storage_offset()) + part.source_offset - start
+        return flat.as_strided(part.shape, part.source_strides, offset)
+
+    def put_back(self) -> None:
+        """Give the sources what has been read into copies of them."""
+        for name, flat in self._flat.items():
+            rows = torch_compat.local_of(self._sources[name].rows)
+            if flat.data_ptr() != rows.data_ptr():
+                rows.copy_(flat.view(rows.shape))
 
 
 def layout_file(name: str, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> TensorFile:
@@ -142,12 +166,17 @@ def read_layout(path: Path) -> TensorFile:
         CheckpointError: it is not a whole safetensors file.
     """
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= _MAX_HEADER_BYTES:
+        with stored(path) as file:
+            if file.size < 8:
+                raise ValueError(f"{file.size} bytes")
+            prefix = bytearray(8)
+            file.read_into(prefix, 0)
+            length = int.from_bytes(prefix, "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, file.size - 8):
                 raise ValueError(f"a header of {length} bytes")
-            text = file.read(length)
-            size = os.fstat(file.fileno()).st_size
+            text = bytearray(length)
+            file.read_into(text, 8)
+            size = file.size
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         start = 8 + length
@@ -164,11 +193,9 @@ def read_layout(path: Path) -> TensorFile:
             raise ValueError("offsets that do not fit the shapes")
         if size != end:
             raise ValueError(f"{size} bytes where its header promises {end}")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or not a safetensors file: {error}") from error
-    return TensorFile(path.name, len(text).to_bytes(8, "little") + text, tuple(tensors))
+    return TensorFile(path.name, bytes(prefix + text), tuple(tensors))
 
 
 def write_rows(
@@ -188,34 +215,16 @@ def write_rows(
     Returns:
         What was written, in the order of the file.
     """
-    path, extents = folder / file.name, list[Extent]()
+    path, extents, memory = folder / file.name, list[Extent](), Memory(sources)
     with disk.rows_file(path) as fd:
         for tensor in file.tensors:
-            write_parts(fd, path, tensor, pieces[tensor.name], sources, rank, extents)
-    return in_order(extents)
-
-
-def in_order(extents: list[Extent]) -> list[Extent]:
-    """Extents in the order of the file."""
+            for part, view in _own_parts(pieces[tensor.name], sources, memory, rank, writes=True):
+                for at, values in _runs(part, view, tensor.dtype.itemsize):
+                    data = _bytes_of(values.to(tensor.dtype))
+                    offset = tensor.offset + at * tensor.dtype.itemsize
+                    disk.write_at(fd, path, data, offset)
+                    _add(extents, Extent(offset, len(data), zlib.crc32(data)), data)
     return sorted(extents, key=lambda extent: extent.offset)
-
-
-def write_parts(
-    fd: int,
-    path: Path,
-    tensor: TensorInfo,
-    pieces: Sequence[Piece],
-    sources: Mapping[str, Source],
-    rank: int,
-    extents: list[Extent],
-) -> None:
-    """Write this rank's part of some pieces of one tensor, and add it to `extents`; see `write_rows`."""
-    for part, view in _own_parts(pieces, sources, rank, writes=True):
-        for at, values in _runs(part, view, tensor.dtype.itemsize):
-            data = _bytes_of(values.to(tensor.dtype))
-            offset = tensor.offset + at * tensor.dtype.itemsize
-            disk.write_at(fd, path, data, offset)
-            _add(extents, Extent(offset, len(data), zlib.crc32(data)), data)
 
 
 def _add(extents: list[Extent], new: Extent, data: memoryview) -> None:
@@ -231,29 +240,19 @@ def read_rows(
     folder: Path, file: TensorFile, pieces: Mapping[str, Sequence[Piece]], sources: Mapping[str, Source], rank: int
 ) -> None:
     """Read this rank's rows of a file into `sources`, converted to their dtypes; see `write_rows`."""
-    fd = os.open(folder / file.name, os.O_RDONLY)
-    try:
+    memory = Memory(sources)
+    with stored(folder / file.name) as opened:
         for tensor in file.tensors:
-            for part, view in _own_parts(pieces[tensor.name], sources, rank, writes=False):
+            for part, view in _own_parts(pieces[tensor.name], sources, memory, rank, writes=False):
                 for at, values in _runs(part, view, tensor.dtype.itemsize):
                     buffer = bytearray(values.numel() * tensor.dtype.itemsize)
-                    _read_into(fd, folder / file.name, buffer, tensor.offset + at * tensor.dtype.itemsize)
+                    opened.read_into(buffer, tensor.offset + at * tensor.dtype.itemsize)
                     values.copy_(torch.frombuffer(buffer, dtype=tensor.dtype).view(values.shape))
-    finally:
-        os.close(fd)
-
-
-def _read_into(fd: int, path: Path, buffer: bytearray, offset: int) -> None:
-    view = memoryview(buffer)
-    while view:
-        count = os.preadv(fd, [view], offset)
-        if not count:
-            raise CheckpointError(f"{path} ends at byte {offset}: it is truncated")
-        view, offset = view[count:], offset + count
+    memory.put_back()
 
 
 def _own_parts(
-    pieces: Sequence[Piece], sources: Mapping[str, Source], rank: int, *, writes: bool
+    pieces: Sequence[Piece], sources: Mapping[str, Source], memory: Memory, rank: int, *, writes: bool
 ) -> Iterator[tuple[Piece, Tensor]]:
     """This rank's parts of a tensor's pieces, each with the view of its rows that has the part's shape."""
     for piece in pieces:
@@ -261,11 +260,9 @@ def _own_parts(
         if source.layout.num_ranks == 1 and writes and rank != 0:
             continue
         start, stop = source.layout.span(rank)
-        flat = torch_compat.local_of(source.rows).reshape(-1)
         for part in piece.within("source", start, stop):
             ordered, _ = part.runs()
-            offset = int(flat.storage_offset()) + ordered.source_offset - start
-            yield ordered, flat.as_strided(ordered.shape, ordered.source_strides, offset)
+            yield ordered, memory.view(ordered, start)
 
 
 def _runs(part: Piece, view: Tensor, itemsize: int) -> Iterator[tuple[int, Tensor]]:

@@ -7,6 +7,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.comm.axis import Axis
 from hf_zero.comm.exchange import Exchange, Part, is_late, named
+from hf_zero.comm.ledger import Entry
 from hf_zero.comm.roll_call import missing
 from hf_zero.errors import CollectiveError
 
@@ -23,7 +25,7 @@ _LABEL_BYTES = 96
 _WITH_LABEL = 30  # values that an agreement sends along with its label
 # Up to so many ranks send an agreement to each other: it takes the time of one message, and each one sees who is missing.
 _FEW_RANKS = 8
-_TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all")
+_TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all", "mail")
 _ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
@@ -105,6 +107,17 @@ class Agreements:
         """Wait until every rank has made the same call; the error names a rank that did not."""
         self.agree((), label, timeout_s)
 
+    def mail(self, kind: str, unit: str, timeout_s: float | None = None) -> Mail:
+        """Messages of bytes in the host's memory, at most one from each rank to each other; called by all ranks together.
+
+        Args:
+            kind: what they are, for the ledger and for errors.
+            unit: what travels, for the ledger and for errors; the same on every rank.
+            timeout_s: how long one may take; the usual time by default.
+        """
+        entry, (tag,) = self.ledger.add(kind, unit, 0), self._tags("mail", unit, 1)
+        return Mail(self, self._describe(kind, unit), tag, timeout_s or self.timeout_s, entry)
+
     def _swap(self, message: Tensor, label: str, timeout_s: float) -> Tensor:
         """Every rank's `message` ([n] int64, CPU): [ranks, n]. Point to point, so that an error can name a missing rank.
 
@@ -140,13 +153,13 @@ class Agreements:
             cause, number = error.__cause__, self._tags_used["agreement"]
             assert isinstance(cause, RuntimeError)
             if not is_late(cause):
-                self._break_off()
+                self.break_off()
             absent = missing(str(group.group_name), number, self.ranks, self.ranks[self.rank], self.ranks[peer])
             raise named(cause, description, absent, timeout_s) from cause
         return rows.roll(self.rank, 0)
 
-    def _break_off(self) -> None:
-        """Let the agreements of all ranks fail now: gloo closes a group's connections when a wait in it takes too long."""
+    def break_off(self) -> None:
+        """Let what the ranks are waiting for fail now: gloo closes a group's connections when a wait in it takes too long."""
         for peer in self._peers():
             try:
                 never_sent = torch.empty(1, dtype=torch.int64)
@@ -204,3 +217,33 @@ class Agreements:
             return Part((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
         except RuntimeError as error:
             raise named(error, description, self.ranks[peer], self.timeout_s) from error
+
+
+@dataclass(frozen=True)
+class Mail:
+    """See `Agreements.mail`.
+
+    Attributes:
+        among: the ranks.
+        description: for errors.
+        tag: of its messages.
+        timeout_s: that one may take.
+        entry: in the ledger.
+    """
+
+    among: Agreements
+    description: str
+    tag: int
+    timeout_s: float
+    entry: Entry
+
+    def send(self, data: Tensor, peer: int) -> Exchange:
+        """Start to send bytes, flat and contiguous, which stay as they are until the exchange has been waited for."""
+        part = self.among._send(self.description, data, peer, self.tag, self.among.axis.control_group)
+        return Exchange(self.description, self.timeout_s, [part], self.entry, keep=data)
+
+    def receive(self, room: Tensor, peer: int) -> Exchange:
+        """Start to receive as many bytes as there is room for, flat and contiguous."""
+        self.entry.bytes += room.nbytes
+        part = self.among._receive(self.description, room, peer, self.tag, self.among.axis.control_group)
+        return Exchange(self.description, self.timeout_s, [part], self.entry, keep=room)

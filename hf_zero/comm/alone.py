@@ -8,9 +8,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from hf_zero.comm.agreements import Mail
 from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
-from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.ledger import Entry, Ledger
 
 
 class AloneCollectives(Collectives):
@@ -55,6 +56,13 @@ class AloneCollectives(Collectives):
     def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
         """See `Collectives.agree`."""
         return [list(values)]
+
+    def mail(self, kind: str, unit: str, timeout_s: float | None = None) -> Mail:
+        """See `Collectives.mail`."""
+        return Mail(self, f"{kind} of {unit!r}", 0, 0.0, Entry())
+
+    def break_off(self) -> None:
+        """See `Collectives.break_off`."""
 
 
 def _nothing_to_wait_for(description: str) -> Exchange:

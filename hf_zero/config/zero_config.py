@@ -107,6 +107,8 @@ class ZeroConfig:
             `mark_elementwise`) to be elementwise, and whole parameters for all others.
         expected_world_size: ranks that the run must have; None: any number.
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
+        checkpoint_files: "shared" files of checkpoints are written by several ranks, each its bytes; "per_writer": no file is
+            written by two ranks, and large ones become several (`NAME.00001-of-00012`), which `hf-zero export` joins.
         offload: what lives in host memory or on a disk between its uses; also accepts its YAML form.
         wire: formats in which parameters and gradients travel, if not as they are; also accepts its YAML form.
         activations: what is kept of the inputs of checkpointed layers; also accepts its YAML form.
@@ -136,6 +138,7 @@ class ZeroConfig:
     optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
+    checkpoint_files: Literal["shared", "per_writer"] = "shared"
     offload: Offload = Offload()
     wire: Wire = Wire()
     activations: Activations = Activations()
@@ -347,6 +350,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
+    "checkpoint_files": partial(values.word, words=("shared", "per_writer")),
     "offload": lambda key, value: Offload.from_value(value),
     "wire": lambda key, value: Wire.from_value(value),
     "activations": lambda key, value: Activations.from_value(value),

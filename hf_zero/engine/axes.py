@@ -50,6 +50,7 @@ class Axes:
         grid: the mesh of parameters at rest, (shards, tensor axis); None without a tensor axis.
         cells: of the holders: their ranks by shard and along the tensor axis.
         num_hosts: that the ranks run on.
+        is_first_on_host: whether no rank before this one runs on its host.
     """
 
     collectives: Collectives
@@ -62,6 +63,7 @@ class Axes:
     grid: DeviceMesh | None = None
     cells: tuple[Cell, ...] = ()
     num_hosts: int = 1
+    is_first_on_host: bool = True
 
     @classmethod
     def connect(cls, config: ZeroConfig, device: torch.device, mesh: DeviceMesh | None, ledger: Ledger) -> Axes:
@@ -111,8 +113,9 @@ class Axes:
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
             grid = _grid(mesh, replicas, device, config.timeout_s)
-        hosts = {number for (number,) in everyone.agree([host_number()], "the number of hosts")}
-        return cls(cut, same_rows, data, tensor, holders, everyone, nearby, grid, cells, len(hosts))
+        hosts = [number for (number,) in everyone.agree([host_number()], "the number of hosts")]
+        is_first = hosts.index(hosts[everyone.rank]) == everyone.rank
+        return cls(cut, same_rows, data, tensor, holders, everyone, nearby, grid, cells, len(set(hosts)), is_first)
 
     @staticmethod
     def of_one(device: torch.device, ledger: Ledger) -> Axes:

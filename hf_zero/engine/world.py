@@ -261,17 +261,16 @@ class World(Axes):
 
     def collect(self, value: object, what: str) -> list[Any]:
         """Every rank's `value`, by rank, on rank 0 (an empty list on the others), pickled."""
-        data = pickle.dumps(value)
-        lengths = [length for (length,) in self.everyone.agree([len(data)], what)]
-        found = []
-        for source, length in enumerate(lengths):
-            text = torch.empty(length, dtype=torch.uint8)
-            if source == self.rank:
-                text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self.broadcast(text, what, source)
-            if self.rank == 0:
-                found.append(pickle.loads(text.numpy().tobytes()))
-        return found
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [length for (length,) in self.everyone.agree([len(own)], what)]
+        mail = self.everyone.mail("collect", what)
+        if self.rank:
+            mail.send(own, 0).wait()
+            return []
+        rooms = [own, *(own.new_empty(length) for length in lengths[1:])]
+        for arriving in [mail.receive(room, peer) for peer, room in enumerate(rooms) if peer]:
+            arriving.wait()
+        return [pickle.loads(room.numpy().tobytes()) for room in rooms]
 
     @contextmanager
     def together(self, what: str, kind: type[ZeroError], timeout_s: float | None = None) -> Iterator[None]:

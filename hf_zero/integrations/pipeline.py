@@ -10,6 +10,7 @@ not travel.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_zero.checkpoint.by_rows import is_exchanged, to_rows
 from hf_zero.checkpoint.cooperative import shares_folder, write_plan
 from hf_zero.checkpoint.model_plan import plan_model, source_of
 from hf_zero.checkpoint.tensor_file import Source
@@ -204,26 +204,25 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
     for model, engine in zip(models, engines, strict=True):
         assert engine is not None
         for name, value in model.state_dict().items():
-            sources[name] = _placed(value, name, engine.world, everyone)
-    held = everyone.share(everyone.collect(sorted(sources), what), what)
+            sources[name] = _placed(value, engine.world, everyone)
+    own = {name: source.layout for name, source in sources.items()}
+    layouts = dict(itertools.chain(*(each.items() for each in everyone.share(everyone.collect(own, what), what))))
     wanted = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     with everyone.together(what, CheckpointError):
-        missing = sorted(wanted - {name for names in held for name in names})
+        missing = sorted(wanted - layouts.keys())
         if missing:
             raise CheckpointError(f"{missing[0]!r} of {type(template).__name__} is in no stage")
         if not shares_folder(folder, everyone):
             raise CheckpointError(f"not all ranks see {folder}: stages are written to a folder that they share")
     whole = template.state_dict()
     for name in wanted - sources.keys():
-        rows = torch.empty(0, dtype=whole[name].dtype)
-        sources[name] = Source(rows, PlacedLayout(tuple(whole[name].shape), everyone.num_ranks, ()))
+        sources[name] = Source(torch.empty(0, dtype=whole[name].dtype), layouts[name])
     write_plan(plan, sources, folder, everyone)
 
 
-def _placed(value: Tensor, name: str, world: World, everyone: World) -> Source:
+def _placed(value: Tensor, world: World, everyone: World) -> Source:
     """This rank's part of a tensor of its stage, among all ranks."""
     source = source_of(value)
     holders = world.collectives.ranks if source.layout.num_ranks > 1 else world.collectives.ranks[:1]
     places = tuple(everyone.everyone.ranks.index(rank) for rank in holders)
-    rows = to_rows(source, name, world).rows if is_exchanged(source) else source.rows
-    return Source(rows, PlacedLayout(tuple(value.shape), everyone.num_ranks, places))
+    return Source(source.rows, PlacedLayout(tuple(value.shape), everyone.num_ranks, places, dim=source.layout.dim))

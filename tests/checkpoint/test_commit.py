@@ -22,7 +22,7 @@ from hf_zero.checkpoint.commit import StagedCheckpoint, latest
 from hf_zero.checkpoint.cooperative import read_files
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.model_state import read_model, write_model
-from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
+from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.world import World
 from hf_zero.integrations.trainer.checkpoint import _remove_old, step_of
@@ -63,7 +63,7 @@ class Tiny:
         """The number of which a checkpoint consists."""
         self.fill(-1.0)
         read_model(self.model, folder, self.world)
-        plan, sources = LoadedState(folder, "optimizer", self.optimizer, self.model).install()
+        plan, sources = LoadedState(read_state(folder, "optimizer"), self.optimizer, self.model).install()
         read_files([file.name for file in plan.files], plan.pieces, sources, folder, 0)
         found: list[Tensor] = list(self.model.parameters())
         found += [value for state in self.optimizer.state.values() for value in state.values()]

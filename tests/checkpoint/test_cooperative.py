@@ -1,22 +1,23 @@
-"""Ranks that do not share the folder stream their rows; the files are the same."""
+"""Ranks that do not share the folder send their rows to those that write; the files are the same."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 from hf_zero.checkpoint import cooperative, disk
-from hf_zero.checkpoint.model_plan import model_sources
 from hf_zero.checkpoint.model_state import write_model
+from hf_zero.comm.agreements import Mail
+from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.engine import engine_of
 from tests.checkpoint.runs import make_trainer
+from tests.checkpoint.test_windows import small_windows
 from tests.integrations.trainer.test_checkpoint import mixtral
 from tests.integrations.trainer.test_trainer import (
     loaded,
@@ -26,11 +27,11 @@ from tests.ranks import run_ranks
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """What a rank had in memory and on disk while rows were streamed."""
+class Sent:
+    """What a rank received and did on disk while rows were sent."""
 
-    peak_bytes: int
     largest_bytes: int
+    received_bytes: int
     messages: int
     changes: int
 
@@ -39,42 +40,38 @@ BUILDS = {"llama": loaded, "mixtral": mixtral}
 
 
 @undone
-def save_streamed(folder: str, name: str) -> Streamed:
+def save_sent(folder: str, name: str) -> Sent:
     """Write weights in both ways; in the second one, rank 1 does not see what rank 0 writes."""
-    model = make_trainer(folder, f"{folder}/streaming", BUILDS[name]).model
+    model = make_trainer(folder, f"{folder}/sending", BUILDS[name]).model
     engine = engine_of(model)
     assert engine is not None
-    world, collectives = engine.world, engine.world.collectives
+    world = engine.world
     write_model(model, Path(folder, f"{name}_shared"), world)
-    alive: list[tuple[StorageWeakRef, int]] = []
-    peak, changes, gather, is_file = 0, itertools.count(), collectives.gather, Path.is_file
+    sizes, changes, receive, is_file = [0], itertools.count(), Mail.receive, Path.is_file
 
-    def watched(items: Any, unit: str) -> Any:
-        nonlocal peak
-        alive.extend((StorageWeakRef(item.flat.untyped_storage()), item.flat.nbytes) for item in items)
-        peak = max(peak, sum(size for storage, size in alive if not storage.expired()))
-        return gather(items, unit)
+    def watched(mail: Mail, room: Tensor, peer: int) -> Exchange:
+        sizes.append(room.nbytes)
+        return receive(mail, room, peer)
 
     def blind(path: Path) -> bool:
         return not path.name.startswith(".hf_zero_") and is_file(path)
 
     with (
-        mock.patch.object(collectives, "gather", watched),
+        small_windows(512),
+        mock.patch.object(Mail, "receive", watched),
         mock.patch.object(Path, "is_file", blind if dist.get_rank() == 1 else is_file),
         mock.patch.object(disk, "on_change", lambda what, path: next(changes)),
         mock.patch.object(cooperative.logger, "info") as info,
     ):
-        write_model(model, Path(folder, f"{name}_streamed"), world)
-    sizes = [s.layout.padded_numel * s.rows.itemsize for s in model_sources(model).values() if s.layout.num_ranks > 1]
-    return Streamed(peak, max(sizes), info.call_count, next(changes))
+        write_model(model, Path(folder, f"{name}_sent"), world)
+    return Sent(max(sizes), sum(sizes), info.call_count, next(changes))
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_streamed_files_are_the_same_and_one_tensor_is_whole_at_a_time(name: str, folder: str) -> None:
-    first, second = run_ranks(save_streamed, 2, folder, name)
-    left, right = (
-        {p.name: p.read_bytes() for p in Path(folder, f"{name}_{k}").iterdir()} for k in ("shared", "streamed")
-    )
+def test_files_are_the_same_where_one_rank_writes_and_come_in_windows(name: str, folder: str) -> None:
+    first, second = run_ranks(save_sent, 2, folder, name)
+    left, right = ({p.name: p.read_bytes() for p in Path(folder, f"{name}_{k}").iterdir()} for k in ("shared", "sent"))
     assert left == right
-    assert first.peak_bytes == first.largest_bytes == second.peak_bytes
+    assert 256 < first.largest_bytes <= 512 and first.received_bytes > sum(map(len, left.values())) // 3
+    assert second.largest_bytes == 0
     assert (first.messages, second.messages, second.changes) == (1, 0, 0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_zero.checkpoint.commit import latest, verify
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest, damages, extents_of, read_manifest, record_of
 from hf_zero.checkpoint.model_state import read_model
-from hf_zero.checkpoint.optimizer_state import LoadedState
+from hf_zero.checkpoint.optimizer_state import LoadedState, read_state
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.trainer.checkpoint import step_of
@@ -206,7 +206,7 @@ def load_damaged(folder: str, damages: list[Damage], load: str) -> list[str]:
             elif load == "weights":
                 read_model(trainer.model, path, engine.world)
             else:
-                LoadedState(path, "optimizer", trainer.optimizer, trainer.model)
+                LoadedState(read_state(path, "optimizer"), trainer.optimizer, trainer.model)
             errors.append("")
         except CheckpointError as error:
             errors.append(str(error))

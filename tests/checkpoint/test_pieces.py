@@ -46,6 +46,41 @@ def test_within_gives_just_the_elements_of_the_interval(piece: Piece, start: int
         assert sum(part.numel for part in parts) == int((found >= 0).sum())
 
 
+@st.composite
+def held_pieces(draw: st.DrawFn) -> tuple[Piece, tuple[int, ...], int, list[tuple[int, int]]]:
+    """A piece of a source, and what a rank holds of the source: ranges on one of its dims."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    numel = torch.Size(shape).numel()
+    views = [torch.arange(numel).view(shape)]
+    for _ in range(draw(st.integers(0, 3))):
+        view, dim = views[-1], draw(st.integers(0, max(views[-1].ndim - 1, 0)))
+        size = view.shape[dim] if view.ndim else 1
+        start = draw(st.integers(0, size - 1))
+        moves = [view.transpose(0, dim) if view.ndim else view]
+        moves += [view.narrow(dim, start, draw(st.integers(1, size - start)))] if view.ndim else []
+        moves += [view.view(-1), view.view(1, -1)] if view.is_contiguous() else []
+        moves += [view[..., ::2]] if view.ndim else []
+        views.append(draw(st.sampled_from(moves)))
+    view = views[-1]
+    piece = Piece(tuple(view.shape), "a", int(view.storage_offset()), view.stride(), 0, row_major(tuple(view.shape)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    ends = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=4)))
+    return piece, shape, dim, list(zip(ends[::2], ends[1::2], strict=False))
+
+
+@given(held_pieces())
+def test_held_gives_just_what_a_rank_has_where_it_has_it(
+    case: tuple[Piece, tuple[int, ...], int, list[tuple[int, int]]],
+) -> None:
+    piece, shape, dim, ranges = case
+    source = torch.arange(torch.Size(shape).numel()).view(shape)
+    own = torch.cat([source.narrow(dim, start, stop - start) for start, stop in ranges], dim).contiguous()
+    parts = tuple(piece.held(shape, dim, ranges))
+    found, whole = rebuilt(parts, {"a": own}, piece.numel), rebuilt((piece,), {"a": source}, piece.numel)
+    assert torch.equal(found, torch.where(torch.isin(whole, own), whole, -1))
+    assert sum(part.numel for part in parts) == int((found >= 0).sum())
+
+
 def _movement(draw: st.DrawFn, tensors: list[Tensor], plan: list[tuple]) -> None:
     """Append one more tensor made of earlier ones, and note how."""
     index = draw(st.integers(0, len(tensors) - 1))

@@ -31,8 +31,9 @@ from hf_zero.checkpoint.cooperative import match, read_plan
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
 from hf_zero.checkpoint.model_state import weight_files
-from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
+from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
 from hf_zero.checkpoint.pieces import identity
+from hf_zero.checkpoint.stored import is_stored
 from hf_zero.checkpoint.tensor_file import TensorInfo, layout_file
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.world import World
@@ -240,7 +241,6 @@ def _names_for(optimizer: Any, accelerator: Any) -> nn.Module:
 class _Checked:
     """What has been found to be whole and to fit, before anything is changed."""
 
-    optimizers: list[LoadedState]
     custom: list[Any]
     order: list[dict[str, Any]]
     step: int
@@ -266,7 +266,11 @@ def load_state(
     folder, manifest = _find(accelerator, input_dir, world)
     kwargs = {**load_kwargs, **({"weights_only": False} if allow_pickle else {})}
     what = f"loading {folder}"
+    prefixes = [_numbered(_OPTIMIZER, index) for index in range(len(accelerator._optimizers))]
+    saved = world.from_first(lambda: [read_state(folder, prefix) for prefix in prefixes], what, CheckpointError)
     with world.together(what, CheckpointError):
+        pairs = zip(saved, accelerator._optimizers, strict=True)
+        optimizers = [LoadedState(each, optimizer, _names_for(optimizer, accelerator)) for each, optimizer in pairs]
         checked = _check_files(accelerator, folder, manifest, kwargs, allow_pickle)
     models = _after_load_hooks(accelerator, folder, world)
     plans = world.from_first(
@@ -284,12 +288,13 @@ def load_state(
             manifest.world_size,
             world.num_ranks,
         )
+    with world.together(what, CheckpointError), torch.no_grad():
+        for model, (plan, names) in zip(models, plans, strict=True):
+            read_plan(names, plan.pieces, model_sources(model), folder, world)
     with world.together(what, CheckpointError):
-        with torch.no_grad():
-            for model, (plan, names) in zip(models, plans, strict=True):
-                read_plan(names, plan.pieces, model_sources(model), folder, world)
-        for loaded in checked.optimizers:
-            plan, sources = loaded.install()
+        installed = [loaded.install() for loaded in optimizers]
+    with world.together(what, CheckpointError):
+        for plan, sources in installed:
             read_plan([file.name for file in plan.files], plan.pieces, sources, folder, world)
     for engine in (engine_of(model) for model in models):
         if engine is not None:
@@ -313,11 +318,7 @@ def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: Wor
 def _check_files(
     accelerator: Any, folder: Path, manifest: Manifest, kwargs: Mapping[str, Any], allow_pickle: bool
 ) -> _Checked:
-    """Check everything but the weights: is it there, can it be read, does it fit?"""
-    optimizers = [
-        LoadedState(folder, _numbered(_OPTIMIZER, index), optimizer, _names_for(optimizer, accelerator))
-        for index, optimizer in enumerate(accelerator._optimizers)
-    ]
+    """Check everything but weights and optimizers: is it there, can it be read, does it fit?"""
     for index in range(len(accelerator._schedulers)):
         _read_small(folder / f"{_numbered(_SCHEDULER, index)}.bin", kwargs)
     if accelerator.scaler is not None and SCALER_NAME not in manifest.files:
@@ -337,7 +338,7 @@ def _check_files(
     if own in manifest.files:
         _read_small(folder / own, {})
     step = int(_read_small(folder / f"{_RANDOM}_0.pkl", {})["step"])
-    return _Checked(optimizers, custom, json.loads((folder / _ORDER).read_text()), step)
+    return _Checked(custom, json.loads((folder / _ORDER).read_text()), step)
 
 
 def _read_small(path: Path, kwargs: Mapping[str, Any]) -> Any:
@@ -371,7 +372,7 @@ def _plan_reading(model: nn.Module, index: int, folder: Path) -> tuple[Plan, lis
     with tempfile.TemporaryDirectory() as scratch:
         plan = _plan_weights(model, index, Path(scratch), {})
     names = [_weights_name(index)] if index else weight_files(folder)
-    if index and not (folder / names[0]).is_file():
+    if index and not is_stored(folder / names[0]):
         raise CheckpointError(f"{folder / names[0]} is missing: fewer models were prepared when the state was saved")
     problems = match(plan, folder, names)
     if problems:

@@ -25,7 +25,7 @@ from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidyi
 from hf_zero.checkpoint.cooperative import read_plan, write_plan
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest
 from hf_zero.checkpoint.model_state import read_model
-from hf_zero.checkpoint.optimizer_state import LoadedState, capture, state_files
+from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError, UsageError
@@ -174,11 +174,13 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
     engine = engine_under(trainer.model)
     assert engine is not None and engine.model is not None
     world, what = engine.world, f"reading the optimizer of {folder}"
+    saved = world.from_first(lambda: read_state(folder, OPTIMIZER), what, CheckpointError)
     with world.together(what, CheckpointError):
-        loaded = LoadedState(folder, OPTIMIZER, trainer.optimizer, engine.model)
+        loaded = LoadedState(saved, trainer.optimizer, engine.model)
         scheduler = torch.load(folder / _SCHEDULER, weights_only=True)
     with world.together(what, CheckpointError):
         plan, sources = loaded.install()
+    with world.together(what, CheckpointError):
         read_plan([file.name for file in plan.files], plan.pieces, sources, folder, world)
     trainer.lr_scheduler.load_state_dict(scheduler)
 

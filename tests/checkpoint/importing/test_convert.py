@@ -34,7 +34,7 @@ from hf_zero.checkpoint.commit import verify
 from hf_zero.checkpoint.cooperative import read_files
 from hf_zero.checkpoint.importing.convert import import_dcp, import_deepspeed
 from hf_zero.checkpoint.model_state import read_model
-from hf_zero.checkpoint.optimizer_state import LoadedState
+from hf_zero.checkpoint.optimizer_state import LoadedState, read_state
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError
@@ -96,7 +96,7 @@ def assert_resumes(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     verify(out, None)
     again = optimizer_of(fresh)
     read_model(fresh, out, World.create(ZeroConfig(stage=0), torch.device("cpu")))
-    plan, sources = LoadedState(out, "optimizer", again, fresh).install()
+    plan, sources = LoadedState(read_state(out, "optimizer"), again, fresh).install()
     read_files([file.name for file in plan.files], plan.pieces, sources, out, 0)
     for name, value in model.state_dict().items():
         assert torch.equal(value, fresh.state_dict()[name]), name

@@ -1,0 +1,160 @@
+"""Windows that ranks collect, whatever they hold; files of models cut over a tensor axis."""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import hf_zero as zero
+from hf_zero.checkpoint import collecting, cooperative, windows
+from hf_zero.checkpoint.cooperative import read_plan, write_plan
+from hf_zero.checkpoint.manifest import record_of
+from hf_zero.checkpoint.model_plan import Plan
+from hf_zero.checkpoint.pieces import Piece, identity
+from hf_zero.checkpoint.tensor_file import Source, TensorInfo, layout_file
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.world import World
+from hf_zero.layout import Cut, OwnerLayout, RowLayout, TensorCut, row_major
+from tests.ranks import on_ranks, run_ranks
+from tests.tensor_axis import CONFIGS, load, saved
+
+
+@contextlib.contextmanager
+def small_windows(num_bytes: int = 64) -> Iterator[None]:
+    """While active, windows have so many bytes."""
+    with mock.patch.object(windows, "CHUNK_BYTES", num_bytes), mock.patch.object(collecting, "CHUNK_BYTES", num_bytes):
+        yield
+
+
+_CUTS: list[tuple[tuple[int, ...], int | None, int, bool]] = [
+    ((7, 3), 0, 1, True),
+    ((1, 3), 0, 1, True),
+    ((13, 3), 0, 1, False),
+    ((8, 3), 0, 2, True),
+    ((5, 7), 1, 1, True),
+    ((5, 8), 1, 2, True),
+    ((3, 5), 1, 1, False),
+    ((3, 8, 2), 1, 2, True),
+    ((9,), None, 1, True),
+    ((2, 2), None, 1, True),
+    ((4, 0), 0, 1, True),
+    ((6, 4, 5), 2, 1, True),
+]
+
+
+def _sources(world: World, dtype: torch.dtype) -> dict[str, tuple[Tensor, Source]]:
+    """Whole tensors, and what this rank holds of each: by all kinds of cuts."""
+    size, shards, found = world.tensor.num_ranks, world.num_shards, {}
+    for number, (shape, dim, groups, is_sharded) in enumerate(_CUTS):
+        tensor = None if dim is None else TensorCut(shape, dim, size, groups)
+        if tensor is not None and groups > 1 and not tensor.divides:
+            continue
+        part = shape if tensor is None else tensor.local_shape(world.tensor.rank)
+        whole = torch.arange(1, RowLayout(shape, 1).numel + 1).view(shape).to(dtype)
+        for rows_dim in range(len(part)) if is_sharded else (0,):
+            rows = RowLayout(part, shards if is_sharded else 1, dim=rows_dim)
+            cut = Cut(shape, rows, world.shard_rank, tensor, world.tensor.rank)
+            found[f"cut {number} {rows_dim}"] = whole, Source(cut.of(whole).contiguous(), rows, cut)
+    whole = torch.arange(1, 36.0).view(5, 7).to(dtype)
+    owner = OwnerLayout(whole.shape, shards, owner=shards - 1)
+    found["owned"] = whole, Source(whole if world.shard_rank == shards - 1 else whole[:0], owner)
+    found["whole"] = whole, Source(whole, RowLayout(whole.shape, 1))
+    rows = RowLayout(whole.shape, shards)
+    found["rows"] = whole, Source(rows.rows_of(whole, world.shard_rank).clone(), rows)
+    other = found["rows"][1].rows.t().contiguous().t()  # as an optimizer may keep its states
+    found["other order"] = whole, Source(other, rows)
+    return found
+
+
+def _plan(sources: Mapping[str, tuple[Tensor, Source]], filed: torch.dtype) -> tuple[Plan, dict[str, Tensor]]:
+    """A file with all tensors, transposed ones too, and such that two others make up; and what it should hold."""
+    pieces, tensors = {}, {}
+    for name, (whole, _) in sources.items():
+        pieces[name], tensors[name] = (identity(name, tuple(whole.shape)),), whole
+        if whole.ndim > 1 and whole.numel():
+            turned = whole.transpose(0, 1)
+            strides = row_major(tuple(turned.shape))
+            pieces[f"t {name}"] = (Piece(tuple(turned.shape), name, 0, turned.stride(), 0, strides),)
+            tensors[f"t {name}"] = turned.contiguous()
+    left, right = identity("rows", (5, 7)), replace(identity("owned", (5, 7)), target_offset=35)
+    pieces["both"] = left, right
+    tensors["both"] = torch.cat([sources["rows"][0], sources["owned"][0]])
+    infos = [TensorInfo(name, filed, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    values = {name: tensor.to(filed, copy=True).contiguous() for name, tensor in tensors.items()}
+    return Plan((layout_file("a.safetensors", infos, {"format": "pt"}),), pieces), values
+
+
+@on_ranks(4)
+def test_windows_of_every_cut_come_to_the_file_and_back() -> None:
+    for config, dtype, filed in product(
+        ({}, {"replicate": 2}, {"tp_size": 2}, {"tp_size": 4}),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ):
+        world = World.create(ZeroConfig(stage=3, collectives="pairwise", **config), torch.device("cpu"))
+        folder = Path(world.share(tempfile.mkdtemp(), "a folder"))
+        given = _sources(world, dtype)
+        plan, values = _plan(given, filed)
+        sources = {name: source for name, (_, source) in given.items()}
+        with small_windows(), mock.patch.object(cooperative, "_collects", lambda *_: True):
+            extents = write_plan(plan, sources, folder, world)
+            if world.rank == 0:
+                save_file(values, folder / "expected.safetensors", {"format": "pt"})
+            world.meet("the expected file")
+            assert (folder / "a.safetensors").read_bytes() == (folder / "expected.safetensors").read_bytes()
+            everything = world.share(world.collect(extents, "extents"), "extents")
+            written = [extent for each in everything for extent in each.get("a.safetensors", ())]
+            record_of(folder / "a.safetensors", written)
+            assert {each.offset % 64 for each in written} == {0}
+            again = {name: replace(source, rows=torch.zeros_like(source.rows)) for name, source in sources.items()}
+            read_plan(["a.safetensors"], plan.pieces, again, folder, world)
+        for name, source in sources.items():
+            assert torch.equal(again[name].rows, source.rows), (config, name)
+            assert again[name].rows.stride() == source.rows.stride()
+
+
+def _save(folder: str, out: str, tp_size: int) -> None:
+    with zero.Init({"stage": 3, "tp_size": tp_size, "collectives": "pairwise"}):
+        model = load(folder)
+    zero.shard_model(model)
+    largest = max(param.numel() for param in model.parameters())
+    held = [0]
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if type(result) is Tensor and result.device.type == "cpu":
+                held[0] = max(held[0], result.untyped_storage().nbytes())
+            return result
+
+    with Watching(), small_windows(2 * largest):
+        model.save_pretrained(out)
+    assert held[0] < 4 * largest, "a whole tensor was in memory"
+
+
+_FILES = [*((name, 4, 2) for name in CONFIGS), ("llama", 3, 3)]
+_EVERY_DAY = [("experts", 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "tp_size"),
+    [each if each in _EVERY_DAY else pytest.param(*each, marks=pytest.mark.slow) for each in _FILES],
+)
+def test_files_are_those_of_the_unsharded_model_byte_for_byte(
+    tmp_path: Path, name: str, num_ranks: int, tp_size: int
+) -> None:
+    run_ranks(_save, num_ranks, saved(name), str(tmp_path), tp_size)
+    expected = sorted(path.name for path in Path(saved(name)).iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
+    assert filecmp.cmpfiles(saved(name), tmp_path, expected, shallow=False)[0] == expected
