@@ -207,6 +207,8 @@ def _breaking_off(world: World) -> Iterator[None]:
     except CollectiveError:
         raise
     except Exception as error:
+        if world.holders.num_ranks == 1:
+            raise
         world.holders.break_off()
         raise CollectiveError(f"rank {world.rank} cannot go on exchanging rows of files: {error!r}") from error
 

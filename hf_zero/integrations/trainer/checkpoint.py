@@ -26,6 +26,7 @@ from hf_zero.checkpoint.cooperative import read_plan, write_plan
 from hf_zero.checkpoint.manifest import MANIFEST, Manifest
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
+from hf_zero.checkpoint.stored import whole_name
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.world import World
 from hf_zero.errors import CheckpointError, UsageError
@@ -224,8 +225,9 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str:
 
 def _check_goes_on(trainer: Any, path: Path, manifest: Manifest) -> None:
     """Raise unless a training can go on from a checkpoint, judging only by facts that all ranks share."""
+    found = set(map(whole_name, manifest.files))
     for name in (*state_files(OPTIMIZER), _SCHEDULER, _STATE):
-        if name not in manifest.files:
+        if name not in found:
             raise CheckpointError(
                 f"{path / name} is missing: it was saved with weights alone, and training cannot go on from there; to "
                 "start anew from its weights, set zero_weights_only=True"

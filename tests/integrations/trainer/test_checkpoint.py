@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,12 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.export import whole_state_dict
+from hf_zero.checkpoint.inspection import check
 from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
+from hf_zero.checkpoint.offline import export
 from hf_zero.checkpoint.tensor_file import read_layout
 from tests.checkpoint.reads import counting_reads
+from tests.checkpoint.test_windows import small_windows
 from tests.integrations.trainer.test_trainer import (
     COLLECTIVES,
     arguments,
@@ -149,12 +153,23 @@ RUNS = [
     ),
     Run("async", 3, with_dropout, {"zero": {"stage": 3, "collectives": COLLECTIVES, "async_save": True}}),
     Run("async_stage1", 1, options={"zero": {"stage": 1, "collectives": COLLECTIVES, "async_save": True}}),
+    Run(
+        "per_writer",
+        3,
+        with_dropout,
+        {"zero": {"stage": 3, "collectives": COLLECTIVES, "checkpoint_files": "per_writer"}},
+    ),
     Run("accumulation", 3, options={"gradient_accumulation_steps": 2, "max_steps": 4}),
 ]
 
 
 @undone
 def stop_and_go_on(folder: str, run: Run) -> tuple[State, State]:
+    with small_windows(4096) if run.name == "per_writer" else nullcontext():
+        return _stop_and_go_on(folder, run)
+
+
+def _stop_and_go_on(folder: str, run: Run) -> tuple[State, State]:
     place = f"{folder}/run_{run.name}"
     straight = make_trainer(folder, run.stage, run.build, output_dir=place, **SAVING, **run.options)
     straight.train()
@@ -401,6 +416,24 @@ def test_checkpoint_is_an_export(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/run_export/checkpoint-4")
     saved = load_safetensors(f"{folder}/run_export/checkpoint-4/model.safetensors")
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_files_with_one_writer_each_are_joined_by_an_export(folder: str, tmp_path: Path) -> None:
+    """Runs after the runs above, of which one has such files."""
+    run = next(each for each in RUNS if each.name == "per_writer")
+    if not Path(folder, "run_per_writer").exists():
+        run_ranks(stop_and_go_on, 2, folder, run)
+    checkpoint = Path(folder, "run_per_writer", "checkpoint-4")
+    names = sorted(path.name for path in checkpoint.iterdir() if "safetensors" in path.name)
+    parts = [f"{name}.safetensors.0000{number}-of-00002" for name in ("model", "optimizer") for number in (1, 2)]
+    assert names == parts
+    joined = b"".join((checkpoint / name).read_bytes() for name in parts[:2])
+    export(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == joined
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with (checkpoint / parts[3]).open("r+b") as file:
+        file.truncate(5)
+    assert "optimizer.safetensors.00002-of-00002 has 5 bytes" in check(checkpoint).problems[0]
 
 
 # ---- in the background ----------------------------------------------------------------------------------------------
