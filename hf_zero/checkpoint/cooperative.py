@@ -95,7 +95,7 @@ def write_plan(
 
 def _final(partial: str) -> str:
     """The name of a file once it is complete."""
-    return partial.removeprefix(".").replace(".partial", "", 1)
+    return "".join(partial.removeprefix(".").rsplit(".partial", 1))
 
 
 def _collects(sources: Mapping[str, Source], world: World) -> bool:
