@@ -326,8 +326,10 @@ def _exchange_what_is_read(
             mail = world.holders.mail("rows from files", "windows of files")
             leaving = _InFlight()
             for window in windows[ranks.rank][number : number + 1]:
-                end = max(tensor.offset + stop * tensor.dtype.itemsize for tensor, _, stop in window.tensors())
-                data = bytearray(end - window.start)
+                ends = [tensor.offset + stop * tensor.dtype.itemsize for tensor, _, stop in window.tensors()]
+                if not ends:
+                    continue  # the end of an element that the window before has
+                data = bytearray(max(ends) - window.start)
                 with failed.noting():
                     if window.file.name not in opened:
                         opened[window.file.name] = stack.enter_context(stored(folder / window.file.name))

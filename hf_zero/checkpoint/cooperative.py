@@ -172,16 +172,20 @@ def read_plan(
     if not _collects(sources, world):
         read_files(names, pieces, sources, folder, world.shard_rank)
         return
+    what = f"reading {folder}"
+    files = world.from_first(lambda: [read_layout(folder / name) for name in names], what, CheckpointError)
     shared = {name for name, source in sources.items() if is_cut(source)}
     ranges = []
-    for file in (read_layout(folder / name) for name in names):
-        whole = {t.name: [piece for piece in pieces[t.name] if piece.source not in shared] for t in file.tensors}
-        read_rows(folder, file, whole, sources, world.shard_rank)
-        for tensor in file.tensors:
-            if len(whole[tensor.name]) < len(pieces[tensor.name]):
-                ranges.append((file, tensor.offset, tensor.offset + tensor.nbytes))
+    with world.together(what, CheckpointError):
+        for file in files:
+            whole = {t.name: [piece for piece in pieces[t.name] if piece.source not in shared] for t in file.tensors}
+            read_rows(folder, file, whole, sources, world.shard_rank)
+            for tensor in file.tensors:
+                if len(whole[tensor.name]) < len(pieces[tensor.name]):
+                    ranges.append((file, tensor.offset, tensor.offset + tensor.nbytes))
     collected = {name: [piece for piece in each if piece.source in shared] for name, each in pieces.items()}
-    read_windows(divided(joined(ranges), world.holders.num_ranks), collected, sources, folder, world)
+    with world.together(what, CheckpointError):
+        read_windows(divided(joined(ranges), world.holders.num_ranks), collected, sources, folder, world)
 
 
 def match(plan: Plan, folder: Path, names: Iterable[str]) -> list[str]:

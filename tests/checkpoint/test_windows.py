@@ -17,14 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.checkpoint import collecting, cooperative, windows
+from hf_zero.checkpoint import collecting, cooperative, disk, windows
 from hf_zero.checkpoint.cooperative import read_plan, write_plan
 from hf_zero.checkpoint.manifest import record_of
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece, identity
+from hf_zero.checkpoint.stored import StoredFile
 from hf_zero.checkpoint.tensor_file import Source, TensorInfo, layout_file
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.world import World
+from hf_zero.errors import CheckpointError
 from hf_zero.layout import Cut, OwnerLayout, RowLayout, TensorCut, row_major
 from tests.ranks import on_ranks, run_ranks
 from tests.tensor_axis import CONFIGS, load, saved
@@ -122,6 +124,60 @@ def test_windows_of_every_cut_come_to_the_file_and_back() -> None:
         for name, source in sources.items():
             assert torch.equal(again[name].rows, source.rows), (config, name)
             assert again[name].rows.stride() == source.rows.stride()
+
+
+@on_ranks(4)
+def test_files_whose_elements_begin_anywhere_are_read() -> None:
+    world = World.create(ZeroConfig(stage=3, collectives="pairwise"), torch.device("cpu"))
+    folder = Path(world.share(tempfile.mkdtemp(), "a folder"))
+    wholes = {"a": torch.arange(37.0).view(37, 1), "b": torch.arange(33.0).view(11, 3).double(), "c": torch.ones(3)}
+    infos = [TensorInfo(name, whole.dtype, tuple(whole.shape)) for name, whole in wholes.items()]
+    for padding in range(8):
+        file = layout_file("a.safetensors", infos, {})
+        text = file.header[8:] + b" " * padding
+        data = b"".join(wholes[tensor.name].numpy().tobytes() for tensor in file.tensors)
+        if world.rank == 0:
+            (folder / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+        layouts = {name: RowLayout(tuple(whole.shape), 4 if whole.ndim > 1 else 1) for name, whole in wholes.items()}
+        sources = {
+            name: Source(torch.zeros(layout.local_shape(world.rank), dtype=wholes[name].dtype), layout)
+            for name, layout in layouts.items()
+        }
+        pieces = {name: (identity(name, tuple(whole.shape)),) for name, whole in wholes.items()}
+        world.meet("the file")
+        for num_bytes in (16, 20, 64):
+            with small_windows(num_bytes), mock.patch.object(cooperative, "_collects", lambda *_: True):
+                read_plan(["a.safetensors"], pieces, sources, folder, world)
+            for name, source in sources.items():
+                assert torch.equal(source.rows, layouts[name].rows_of(wholes[name], world.rank)), (padding, num_bytes)
+                source.rows.zero_()
+
+
+@on_ranks(4)
+def test_a_rank_that_cannot_read_or_write_fails_all_and_they_go_on() -> None:
+    world = World.create(ZeroConfig(stage=3, collectives="pairwise"), torch.device("cpu"))
+    folder = Path(world.share(tempfile.mkdtemp(), "a folder"))
+    given = _sources(world, torch.float32)
+    plan, _ = _plan(given, torch.float32)
+    sources = {name: source for name, (_, source) in given.items()}
+    with small_windows(), mock.patch.object(cooperative, "_collects", lambda *_: True):
+        write_plan(plan, sources, folder, world)
+        before = (folder / "a.safetensors").read_bytes()
+        for owner, name in ((disk, "write_at"), (StoredFile, "read_into")):
+            broken = mock.patch.object(owner, name, side_effect=OSError("the disk is gone"))
+            with (
+                broken if world.rank == 2 else contextlib.nullcontext(),
+                pytest.raises(CheckpointError, match=r"rank 2.*is gone"),
+            ):
+                if owner is disk:
+                    write_plan(plan, sources, folder, world)
+                else:
+                    read_plan(["a.safetensors"], plan.pieces, sources, folder, world)
+            world.meet("after the error")
+            assert [path.name for path in folder.iterdir()] == ["a.safetensors"]
+        read_plan(["a.safetensors"], plan.pieces, sources, folder, world)
+        write_plan(plan, sources, folder, world)
+    assert (folder / "a.safetensors").read_bytes() == before
 
 
 def _save(folder: str, out: str, tp_size: int) -> None:
