@@ -37,7 +37,7 @@ Loaded = Callable[[nn.Module], None]
 def checkpoint_shapes(
     state_dict: Mapping[str, Any] | None, checkpoint_files: Sequence[str] | None, load_config: Any
 ) -> dict[str, Shape]:
-    """Every key of the checkpoint with its whole shape, from headers only; the same on every rank."""
+    """Every key of the checkpoint with its whole shape, from headers only; one rank reads them for all."""
     from safetensors import safe_open
     from transformers.modeling_utils import load_state_dict
 
@@ -54,29 +54,39 @@ def checkpoint_shapes(
     return shapes
 
 
-def keeps_rows(operations: Sequence[Any], sources: Sequence[Sequence[Shape]], targets: Sequence[Shape], n: int) -> bool:
+def keeps_rows(
+    operations: Sequence[Any], sources: Sequence[Sequence[Shape]], targets: Sequence[Shape], n: int, cut: int = 0
+) -> bool:
     """Whether converting each rank's rows of the sources gives that rank's rows of the targets.
 
-    Two cases are safe: stacking one tensor per row (`MergeModulelist(dim=0)`) if every rank owns a row, and operations on
-    dims >= 1 of sources that have the targets' rows. Anything else, and anything unknown, is not safe.
+    Two cases are safe: stacking tensors (`MergeModulelist(dim=0)`), where the first dim is cut if every rank owns one of them;
+    and operations on other dims than the one that is cut, of sources that have the targets' rows. Anything else, and anything
+    unknown, is not safe.
 
     Args:
         sources: for each source pattern the shapes of the tensors it matched.
         n: number of ranks.
+        cut: the dim of the targets that is cut; a row is one index on it.
     """
     from transformers.core_model_loading import Chunk, Concatenate, Interleave, MergeModulelist, Transpose
 
-    ndim, num_rows = len(targets[0]), targets[0][0] if targets[0] else 0
-    if ndim == 0 or any(len(t) != ndim or t[0] != num_rows for t in targets):
+    ndim = len(targets[0])
+    if ndim == 0 or any(len(t) != ndim or (t[0], t[cut]) != (targets[0][0], targets[0][cut]) for t in targets):
         return False
+    num_stacked, num_rows = targets[0][0], targets[0][cut]
     first, rest = operations[0], list(operations)
     if type(first) is MergeModulelist:
-        every_rank_stacks = RowLayout((num_rows,), n).local_numel(n - 1) > 0
-        one_per_row = all(len(shapes) == num_rows and all(len(s) == ndim - 1 for s in shapes) for shapes in sources)
-        if first.dim != 0 or not every_rank_stacks or not one_per_row:
+        if first.dim != 0 or any(len(shapes) != num_stacked for shapes in sources):
             return False
+        stacked = [(num_stacked, *shape) for shapes in sources for shape in shapes]
+        if cut == 0 and not RowLayout((num_stacked,), n).local_numel(n - 1):
+            return False  # a rank has nothing to stack
         rest = rest[1:]
-    elif any(len(shapes) != 1 or len(shapes[0]) != ndim or shapes[0][0] != num_rows for shapes in sources):
+    else:
+        stacked = [shape for shapes in sources for shape in shapes]
+        if len(stacked) != len(sources):
+            return False
+    if any(len(shape) != ndim or shape[cut] != num_rows for shape in stacked):
         return False
     for op in rest:
         if type(op) in (Concatenate, Chunk, Interleave):
@@ -85,7 +95,7 @@ def keeps_rows(operations: Sequence[Any], sources: Sequence[Sequence[Shape]], ta
             dims = [op.dim0, op.dim1]
         else:
             return False
-        if any(dim % ndim == 0 for dim in dims):
+        if any(dim % ndim == cut for dim in dims):
             return False
     return True
 
@@ -93,7 +103,7 @@ def keeps_rows(operations: Sequence[Any], sources: Sequence[Sequence[Shape]], ta
 def names_to_read_whole(
     model: PreTrainedModel, shapes: Mapping[str, Shape], weight_mapping: Sequence[Any], world: World
 ) -> set[str]:
-    """Parameters of `model` (on meta) that transformers' loader must not slice on dim 0 while it reads.
+    """Parameters of `model` (on meta) that transformers' loader must not slice while it reads.
 
     These are parameters that stay whole (`DtensorShardOperation` slices every DTensor), targets whose checkpoint shape
     differs (so that the size test sees whole shapes, alike on all ranks), and all targets of conversions that mix rows
@@ -132,10 +142,12 @@ def names_to_read_whole(
         names = _targets_of(converter, target, state)
         targets = [tuple(state[name].shape) for name in names]
         complete = len(by_source) == len(converter.source_patterns)
+        cuts = {world.cut_of(state[name]).rows.dim for name in names}
         if (
             not complete
-            or any(world.cut_of(state[name]).rows.dim or _is_cut_by_rows(state[name], world) for name in names)
-            or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_shards)
+            or len(cuts) > 1
+            or any(_is_cut_by_rows(state[name], world) for name in names)
+            or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_shards, min(cuts))
         ):
             whole.update(names)
     return whole
@@ -229,7 +241,11 @@ class LoadSeam:
             refuse_mixed_parts(model, load_config.weight_mapping, self._world)
         remember_tensor_axis(model, self._world)
         load_config = self._placed(load_config)
-        shapes = checkpoint_shapes(state_dict, checkpoint_files, load_config)
+        shapes = self._world.from_first(
+            lambda: checkpoint_shapes(state_dict, checkpoint_files, load_config),
+            "reading the files' headers",
+            PartitionError,
+        )
         whole = names_to_read_whole(model, shapes, load_config.weight_mapping, self._world)
         cutter.cut_meta(model, keep_whole=whole)
         with ExitStack() as stack:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, modeling_utils
 
 import hf_zero as zero
 from hf_zero import layout, torch_compat
@@ -26,6 +26,7 @@ from hf_zero.engine.summary import model_states
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of
 from tests.ranks import run_alone, run_ranks
+from tests.sharding.test_loading import CountingFile
 from tests.test_memory import live_bytes
 
 _STEPS = 4
@@ -232,12 +233,20 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _load(folder: str, stage: int) -> tuple[list[str], dict[str, int]]:
-    with _balancing_all(), zero.Init({"stage": stage, "collectives": "pairwise"}):
+def _load(folder: str, stage: int) -> tuple[list[str], dict[str, int], bool]:
+    opens, CountingFile.num_bytes = modeling_utils.safe_open, 0
+    counting = mock.patch.object(modeling_utils, "safe_open", lambda *a, **k: CountingFile(opens(*a, **k)))
+    with counting, _balancing_all(), zero.Init({"stage": stage, "collectives": "pairwise"}):
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/weights")
+    # What was put together on the dim that is cut is read whole: nothing else is.
+    reads = {
+        n: p if "gate_up" in n and _dims(model).get(n) == 1 else torch_compat.local_of(p)
+        for n, p in model.named_parameters()
+    }
+    reads_own = CountingFile.num_bytes == sum(each.nbytes for each in reads.values())
     weights, expected = whole_state_dict(model), _make("mixtral").state_dict()
     assert all(torch_compat.local_of(p).is_contiguous() for p in model.parameters())
-    return [name for name, value in expected.items() if not torch.equal(weights[name], value)], _dims(model)
+    return [name for name, value in expected.items() if not torch.equal(weights[name], value)], _dims(model), reads_own
 
 
 def test_files_are_those_of_any_other_run(tmp_path: Path) -> None:
@@ -251,6 +260,6 @@ def test_files_are_those_of_any_other_run(tmp_path: Path) -> None:
     found += [run_ranks(_resume, 4, str(tmp_path), 2, True, 2), [run_alone(_resume, str(tmp_path), 1, True)]]
     assert {far for each in found for far, _ in each} == {0.0}
     assert len({moments for each in found for _, moments in each}) == 1
-    for num_ranks in (2, 4):  # over two, each rank has experts, which are read apart where they are cut by rows
-        for differ, dims in run_ranks(_load, num_ranks, str(tmp_path), 3):
-            assert differ == [] and "model.layers.0.mlp.experts.gate_up_proj" in dims
+    for num_ranks in (2, 4):
+        for differ, dims, reads_own in run_ranks(_load, num_ranks, str(tmp_path), 3):
+            assert differ == [] and reads_own and "model.layers.0.mlp.experts.gate_up_proj" in dims, dims

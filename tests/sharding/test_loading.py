@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.sharding import loading
 from hf_zero.sharding.init import activate
 from hf_zero.sharding.loading import checkpoint_shapes, keeps_rows, names_to_read_whole
 from tests.models import CASES, VOCAB, make_model
@@ -302,8 +303,10 @@ def bytes_asked_for(root: str, names: list[str]) -> dict[str, tuple[int, int, in
     for name in names:
         CountingFile.num_bytes = 0
         counting = mock.patch.object(modeling_utils, "safe_open", lambda *a, **k: CountingFile(opens(*a, **k)))
-        with counting, hf_zero.Init(STAGE_3):
+        headers = mock.patch.object(loading, "checkpoint_shapes", wraps=checkpoint_shapes)
+        with counting, headers as shapes, hf_zero.Init(STAGE_3):
             model = LOADS[name](root)
+        assert shapes.call_count == (dist.get_rank() == 0)
         whole = sum(param.nbytes for param in LOADS[name](root).parameters())
         counts[name] = CountingFile.num_bytes, sum(local_of(param).nbytes for param in model.parameters()), whole
     return counts
@@ -397,6 +400,11 @@ def test_keeps_rows_knows_which_conversions_mix_rows() -> None:
     assert keeps_rows([Transpose(1, 2)], [[(4, 5, 6)]], stacked, 2)
     assert not keeps_rows([Transpose(0, 1)], [[(6, 4, 5)]], stacked, 2)
     assert not keeps_rows([object()], [[(4, 6, 5)]], stacked, 2)
+    assert keeps_rows([MergeModulelist(dim=0)], experts, stacked, 8, cut=1)  # more ranks than experts
+    assert keeps_rows([MergeModulelist(dim=0), Concatenate(dim=1)], [[(3, 5)] * 4] * 2, stacked, 8, cut=2)
+    assert not keeps_rows([MergeModulelist(dim=0), Concatenate(dim=1)], [[(3, 5)] * 4] * 2, stacked, 8, cut=1)
+    assert not keeps_rows([MergeModulelist(dim=0)], [[(6, 5)] * 3], stacked, 8, cut=1)
+    assert keeps_rows([Concatenate(dim=0)], [[(2, 6)], [(2, 6)]], [(4, 6)], 2, cut=1)
     assert not keeps_rows([Concatenate(dim=0)], [[()]], [()], 2)
 
 
