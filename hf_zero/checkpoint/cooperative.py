@@ -16,7 +16,7 @@ from hf_zero.checkpoint.collecting import Writer, read_windows, write_windows
 from hf_zero.checkpoint.manifest import check_name
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece
-from hf_zero.checkpoint.stored import Stretch
+from hf_zero.checkpoint.stored import Stretch, forms_of
 from hf_zero.checkpoint.tensor_file import Extent, Source, TensorFile, read_layout, read_rows, write_rows
 from hf_zero.checkpoint.windows import Window, divided, is_cut, joined, on_disk
 from hf_zero.engine.world import World
@@ -83,6 +83,10 @@ def write_plan(
                     extents[file.name].insert(0, header_extent(file))
                 for path in made:
                     disk.rename(folder / path, folder / _final(path.name))
+                remains = {_final(path.name) for path in made}
+                for path in (older for file in plan.files for older in forms_of(folder / file.name)):
+                    if path.name not in remains:
+                        disk.remove_file(path)
                 disk.sync_folder(folder)
     except CheckpointError:
         if world.rank == 0:

@@ -46,7 +46,12 @@ def whole_name(name: str) -> str:
 
 def is_stored(path: Path) -> bool:
     """Whether a file is there, or parts of it."""
-    return path.is_file() or any(_parts(path))
+    return any(forms_of(path))
+
+
+def forms_of(path: Path) -> list[Path]:
+    """The files on disk that hold a file: itself, or its parts; both only where an older one was left beside a newer one."""
+    return [*([path] if path.is_file() else []), *_parts(path)]
 
 
 def _parts(path: Path) -> list[Path]:
@@ -95,16 +100,20 @@ def stored(path: Path) -> Iterator[StoredFile]:
     """A file, or the parts that it consists of, for reading.
 
     Raises:
-        CheckpointError: it is missing, or a part of it is.
+        CheckpointError: it is missing, or a part of it is, or it is there as one file and in parts.
     """
     with ExitStack() as files:
         yield StoredFile(path, _stretches(path), files)
 
 
 def _stretches(path: Path) -> list[Stretch]:
-    if path.is_file():
-        return [Stretch(path, 0, path.stat().st_size)]
     parts = _parts(path)
+    if path.is_file():
+        if parts:
+            raise CheckpointError(
+                f"{path} is there as one file and in parts ({parts[0].name}): remove the older of them"
+            )
+        return [Stretch(path, 0, path.stat().st_size)]
     if not parts:
         raise CheckpointError(f"{path} is missing")
     last = _PART.fullmatch(parts[-1].name)

@@ -20,6 +20,8 @@ from hf_zero.comm.agreements import Agreements
 from hf_zero.comm.exchange import Exchange, Part, named
 from hf_zero.layout import RowLayout
 
+_PACKED_BYTES = 64 * 2**10
+
 
 class Rows(NamedTuple):
     """A flat tensor that holds a whole parameter, and how it is cut.
@@ -161,9 +163,31 @@ class Collectives(Agreements, ABC):
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
         description = self._describe("all_reduce", unit)
-        calls = [partial(dist.all_reduce, tensor, group=self.group, async_op=True) for tensor in tensors]
+        parcels = self._parcels(tensors)
+        messages = [parcel[0] if len(parcel) == 1 else torch.cat(parcel) for parcel in parcels]
+        calls = [partial(dist.all_reduce, message, group=self.group, async_op=True) for message in messages]
         parts = self._start_all(description, calls, self.group)
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep=tensors)
+
+        def unpack() -> None:
+            for parcel, message in zip(parcels, messages, strict=True):
+                if len(parcel) > 1:
+                    torch._foreach_copy_(parcel, torch.split(message, [len(each) for each in parcel]))
+            if finish is not None:
+                finish()
+
+        return Exchange(description, self.timeout_s, parts, entry, unpack, keep=messages)
+
+    def _parcels(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What is one call: where each call costs more than copying what is small, all small tensors of a dtype."""
+        if self.backend == "nccl":
+            return [[tensor] for tensor in tensors]  # see `_start_all`
+        alone, packed = [], dict[torch.dtype, list[Tensor]]()
+        for tensor in tensors:
+            if tensor.nbytes > _PACKED_BYTES:
+                alone.append([tensor])
+            else:
+                packed.setdefault(tensor.dtype, []).append(tensor)
+        return [*alone, *packed.values()]
 
     def _start_all(
         self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
@@ -238,14 +262,15 @@ class Collectives(Agreements, ABC):
         received = 0 if self.rank == source else tensor.nbytes
         entry = self.ledger.add("broadcast", unit, received)
         description = self._describe(f"broadcast from rank {source}", unit)
-        flat = tensor.contiguous()
+        values = tensor.contiguous()
+        flat = values.view(-1).view(torch.uint8)  # transports know few dtypes
         is_on_host = tensor.device.type == "cpu"
         group = self.axis.control_group if is_on_host else self.group
         work = self._start(description, lambda: dist.broadcast(flat, group=group, group_src=source, async_op=True))
         part = Part(work, None) if is_on_host else self._part(work)
         Exchange(description, self.timeout_s, [part], entry).wait()
-        if flat is not tensor:
-            tensor.copy_(flat)
+        if values is not tensor:
+            tensor.copy_(values)
 
 
 def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:

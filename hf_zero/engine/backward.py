@@ -17,9 +17,10 @@ from hf_zero.engine.gathering import Gathering
 from hf_zero.engine.param_hooks import post_accumulate_hooks
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.reading import Read, connected
-from hf_zero.engine.reduction import Reducer, WholeReducer, ways
+from hf_zero.engine.reduction import Reducer, ways
 from hf_zero.engine.tensor_parallel import SameGradients
 from hf_zero.engine.unit import Lease, Unit
+from hf_zero.engine.whole_gradients import WholeReducer
 from hf_zero.engine.world import World
 from hf_zero.errors import UsageError
 
@@ -277,7 +278,7 @@ class Backward:
 
 
 class PlainBackward(Backward):
-    """Where nothing is partitioned (stage 0 in one dtype): autograd adds the gradients up, and the end averages them."""
+    """Where nothing is partitioned (stage 0 in one dtype): autograd adds the gradients up, and they are averaged in buckets."""
 
     def __init__(self, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
         super().__init__(world, parameters, gathering)
@@ -300,7 +301,7 @@ class PlainBackward(Backward):
 
     def _on_gradient(self, p: ZeroParameter) -> None:
         self.begin().has_gradients = True
-        self._reducer.touch(p)
+        self._reducer.arrived(p, self._is_syncing)
 
     def _make_reducer(self) -> None:
         return None
@@ -308,6 +309,13 @@ class PlainBackward(Backward):
     def _finish(self, session: _Session) -> None:
         if session.has_gradients and self._is_syncing:
             self._reducer.finish(self.gathering.num_steps)
+
+    def recover(self) -> None:
+        """Put everything at rest after a pass that broke off."""
+        has_broken_off = self.session is not None
+        super().recover()
+        if has_broken_off:
+            self._reducer.abandon()
 
 
 def _watch_gradient(p: ZeroParameter, on_gradient: Callable[[ZeroParameter], None]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,25 +15,14 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
 from hf_zero.engine.schedule import ReductionOrder
 from hf_zero.engine.unit import Unit
+from hf_zero.engine.votes import bits, check_alike, fingerprint, words
 from hf_zero.engine.world import World
-from hf_zero.errors import CollectiveError, PartitionError
-
-_BITS = 62  # bits of a bitmap that are sent in one int64
-
-
-def _words(bits: int, count: int) -> list[int]:
-    """A bitmap of `count` bits as int64 values."""
-    return [bits >> start & (1 << _BITS) - 1 for start in range(0, count, _BITS)]
+from hf_zero.errors import CollectiveError
 
 
 def num_values_agreed(num_parameters: int) -> int:
     """How many numbers the ranks agree on at the end of a backward."""
-    return 5 + len(_words(0, num_parameters))
-
-
-def _fingerprint(trainable: Sequence[ZeroParameter]) -> int:
-    """A number that tells apart which parameters are trainable."""
-    return zlib.crc32("\n".join(p.name for p in trainable).encode())
+    return 5 + len(words(0, num_parameters))
 
 
 def given_dtype(p: ZeroParameter, world: World) -> torch.dtype:
@@ -79,19 +67,6 @@ def ways(parameters: Iterable[ZeroParameter], world: World) -> dict[int, Way]:
         )
         for p in parameters
     }
-
-
-def _check_alike(fingerprints: Iterable[int], steps: Iterable[int]) -> None:
-    counts = list(steps)
-    if len(set(counts)) > 1:
-        raise CollectiveError(
-            f"the ranks have taken different numbers of optimizer steps ({counts}, by rank), so the gradients of different "
-            "steps have met: on some rank a backward reached no trainable parameter, or did not run"
-        )
-    if len(set(fingerprints)) > 1:
-        raise PartitionError(
-            "the ranks do not train the same parameters: requires_grad must be set alike on all of them"
-        )
 
 
 @dataclass(eq=False)
@@ -278,20 +253,16 @@ class Reducer:
 
     def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
         used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
-        words = _words(used, len(self.ways))
         trail = self.world.collectives.trail
-        flags = [int(has_leftover), int(self._order.is_unexpected()), _fingerprint(parameters), trail, self.num_steps]
-        rows = self.world.everyone.agree([*flags, *words], "the end of backward")
-        _check_alike((row[2] for row in rows), (row[4] for row in rows))
+        flags = [int(has_leftover), int(self._order.is_unexpected()), fingerprint(parameters), trail, self.num_steps]
+        rows = self.world.everyone.agree([*flags, *words(used, len(self.ways))], "the end of backward")
+        check_alike((row[2] for row in rows), (row[4] for row in rows))
         if len({row[3] for row in rows}) > 1:
             raise CollectiveError(
                 "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
                 "in stage 3 every rank must call the same units in the same order"
             )
-        return [
-            _Report(bool(row[0]), bool(row[1]), sum(word << i * _BITS for i, word in enumerate(row[5:])))
-            for row in rows
-        ]
+        return [_Report(bool(row[0]), bool(row[1]), bits(row[5:])) for row in rows]
 
     def _reduce_leftover(self, leftover: list[int]) -> None:
         """Reduce units once more, as often as the rank that has most is waiting with them."""
@@ -320,49 +291,3 @@ class _Report:
     has_leftover: bool
     is_unexpected: bool
     used: int
-
-
-@dataclass(eq=False)
-class WholeReducer:
-    """For parameters that are plain leaves (stage 0 in one dtype): averages their whole `.grad` at the end of backward."""
-
-    parameters: list[ZeroParameter]
-    world: World
-    _touched: set[int] = field(default_factory=set)
-
-    def touch(self, p: ZeroParameter) -> None:
-        """Autograd has added to the gradient of `p`."""
-        self._touched.add(id(p))
-
-    def finish(self, num_steps: int) -> None:
-        """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`."""
-        trainable = [p for p in self.parameters if p.param.requires_grad]
-        has = [id(p) in self._touched and p.param.grad is not None for p in trainable]
-        used = sum(1 << position for position, is_used in enumerate(has) if is_used)
-        words = _words(used, len(self.parameters))
-        rows = self.world.everyone.agree([_fingerprint(trainable), num_steps, *words], "the end of backward")
-        _check_alike((row[0] for row in rows), (row[1] for row in rows))
-        anywhere = [0] * len(words)
-        for _, _, *row in rows:
-            anywhere = [left | right for left, right in zip(anywhere, row, strict=True)]
-        self._touched.clear()
-        bucket: list[Tensor] = []
-        for position, p in enumerate(trainable):
-            if not anywhere[position // _BITS] >> position % _BITS & 1:
-                continue
-            if p.param.grad is None:
-                p.param.grad = torch.zeros_like(p.param)
-            bucket.append(p.param.grad)
-            if sum(grad.nbytes for grad in bucket) > self.world.config.bucket_bytes:
-                self._average(bucket)
-                bucket = []
-        if bucket:
-            self._average(bucket)
-
-    def _average(self, gradients: list[Tensor]) -> None:
-        flats = [grad if grad.is_contiguous() else grad.contiguous() for grad in gradients]
-        self.world.data.all_reduce([flat.view(-1) for flat in flats], "gradients").wait()
-        for grad, flat in zip(gradients, flats, strict=True):
-            flat.div_(self.world.data.num_ranks)
-            if flat is not grad:
-                grad.copy_(flat)

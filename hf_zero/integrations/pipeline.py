@@ -191,8 +191,9 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
     engines = [engine_of(model) for model in models]
     if None in engines:
         raise UsageError("save_stages: a stage has no engine: call shard_model on it first")
-    device = next(engine.world.device for engine in engines if engine is not None)
-    everyone = World.create(ZeroConfig(stage=1, collectives="pairwise"), device)
+    own = next(engine.world for engine in engines if engine is not None)
+    config = ZeroConfig(stage=1, collectives="pairwise", checkpoint_files=own.config.checkpoint_files)
+    everyone = World.create(config, own.device)
     what = f"preparing {folder}"
 
     def plan_writing() -> Any:
@@ -205,8 +206,8 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
         assert engine is not None
         for name, value in model.state_dict().items():
             sources[name] = _placed(value, engine.world, everyone)
-    own = {name: source.layout for name, source in sources.items()}
-    layouts = dict(itertools.chain(*(each.items() for each in everyone.share(everyone.collect(own, what), what))))
+    held = {name: source.layout for name, source in sources.items()}
+    layouts = dict(itertools.chain(*(each.items() for each in everyone.share(everyone.collect(held, what), what))))
     wanted = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     with everyone.together(what, CheckpointError):
         missing = sorted(wanted - layouts.keys())

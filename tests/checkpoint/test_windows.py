@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 import hf_zero as zero
@@ -22,7 +22,7 @@ from hf_zero.checkpoint.cooperative import read_plan, write_plan
 from hf_zero.checkpoint.manifest import record_of
 from hf_zero.checkpoint.model_plan import Plan
 from hf_zero.checkpoint.pieces import Piece, identity
-from hf_zero.checkpoint.stored import StoredFile
+from hf_zero.checkpoint.stored import StoredFile, stored
 from hf_zero.checkpoint.tensor_file import Source, TensorInfo, layout_file
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.world import World
@@ -151,6 +151,33 @@ def test_files_whose_elements_begin_anywhere_are_read() -> None:
             for name, source in sources.items():
                 assert torch.equal(source.rows, layouts[name].rows_of(wholes[name], world.rank)), (padding, num_bytes)
                 source.rows.zero_()
+
+
+@on_ranks(2)
+def test_newer_files_take_the_place_of_older_ones_in_either_form() -> None:
+    worlds = [
+        World.create(ZeroConfig(stage=3, collectives="pairwise", checkpoint_files=kind), torch.device("cpu"))
+        for kind in ("shared", "per_writer")
+    ]
+    folder = Path(worlds[0].share(tempfile.mkdtemp(), "a folder"))
+    given = _sources(worlds[0], torch.float32)
+    plan, values = _plan(given, torch.float32)
+    sources = {name: source for name, (_, source) in given.items()}
+    forms = ["a.safetensors"], [f"a.safetensors.0000{number}-of-00002" for number in (1, 2)]
+    for world, names in (*zip(worlds, forms, strict=True), (worlds[0], forms[0])):
+        with small_windows():
+            write_plan(plan, sources, folder, world, in_parts=True)
+        assert sorted(path.name for path in folder.iterdir()) == names
+        with stored(folder / "a.safetensors") as file:
+            content = bytearray(file.size)
+            file.read_into(content, 0)
+        assert content == save(values, {"format": "pt"})
+        world.meet("the next files")
+    if worlds[0].rank == 0:
+        (folder / forms[1][0]).write_bytes(b"")
+    worlds[0].meet("an older part")
+    with pytest.raises(CheckpointError, match=r"as one file and in parts .*remove the older"):
+        read_plan(["a.safetensors"], plan.pieces, sources, folder, worlds[0])
 
 
 @on_ranks(4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import hf_zero as zero
+from hf_zero.checkpoint import disk
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import PartitionError
 from hf_zero.integrations.pipeline import Passed, ZeroStage, clip_grad_norm_, keep_stage, save_stages
@@ -136,21 +138,27 @@ def test_two_stages_of_two_ranks_train_as_one_process(tmp_path: Path, name: str,
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-4, msg=key)
 
 
-def _save_untrained(folder: str, out: str) -> None:
+def _save_untrained(folder: str, out: str, checkpoint_files: str) -> set[str]:
+    """Returns the files that this rank wrote to."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "rank"))
-    with zero.Init({"stage": 3, "collectives": "pairwise"}, mesh=mesh["rank"]):
+    config = {"stage": 3, "collectives": "pairwise", "checkpoint_files": checkpoint_files}
+    with zero.Init(config, mesh=mesh["rank"]):
         model = AutoModelForCausalLM.from_pretrained(folder)
     zero.shard_model(keep_stage(model, dist.get_rank() // 2, 2))
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    save_stages([model], whole, out)
+    with mock.patch.object(disk, "write_at", wraps=disk.write_at) as writes:
+        save_stages([model], whole, out)
+    return {path.name for _, (_, path, *_), _ in writes.mock_calls}
 
 
-def test_files_are_those_of_the_whole_model_byte_for_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint_files", ["shared", "per_writer"])
+def test_files_are_those_of_the_whole_model_byte_for_byte(tmp_path: Path, checkpoint_files: str) -> None:
     folder = _saved("llama", tmp_path / "start")
-    run_ranks(_save_untrained, 4, folder, str(tmp_path / "out"))
+    written = run_ranks(_save_untrained, 4, folder, str(tmp_path / "out"), checkpoint_files)
     names = sorted(path.name for path in Path(folder).iterdir())
     assert filecmp.cmpfiles(folder, tmp_path / "out", names, shallow=False)[0] == names
+    assert list(map(len, written)) == ([1] * 4 if checkpoint_files == "shared" else [1, 0, 0, 0])
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:

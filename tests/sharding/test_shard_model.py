@@ -112,7 +112,33 @@ def test_ranks_with_different_models_raise() -> None:
         zero.shard_model(model, zero.ZeroConfig(stage=3, timeout_s=SHORT_S))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_buffers_of_all_kinds_are_those_of_rank_0() -> None:
+    model = Net()
+    kinds = (
+        torch.bool,
+        torch.uint16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.uint64,
+        torch.complex64,
+        torch.bfloat16,
+    )
+    for kind in kinds:
+        values = torch.arange(6.0).view(2, 3).t() + 10 * dist.get_rank()
+        model.register_buffer(f"as_{str(kind)[6:]}", values.to(kind))
+    model.register_buffer("count", torch.tensor(dist.get_rank() + 3))
+    model.register_buffer("nothing", torch.zeros(0))
+    zero.shard_model(model, zero.ZeroConfig(stage=3))
+    for kind in kinds:
+        found = model.get_buffer(f"as_{str(kind)[6:]}")
+        assert found.dtype == kind and torch.equal(
+            found.to(torch.float64), torch.arange(6.0).view(2, 3).t().to(kind).double()
+        )
+    assert model.count == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after a step"])
 @ALL_STAGES
 @on_ranks(2)
 def test_requires_grad_that_differs_between_ranks_raises_on_all(stage: int, when: str) -> None:
@@ -122,7 +148,9 @@ def test_requires_grad_that_differs_between_ranks_raises_on_all(stage: int, when
         frozen.requires_grad_(False)
     with pytest.raises(zero.PartitionError, match="requires_grad"):
         zero.shard_model(model, zero.ZeroConfig(stage=stage, timeout_s=SHORT_S))
-        if when == "after":
+        if when == "after a step":
+            square_loss(model, batch(dist.get_rank(), 0)).backward()
+        if when != "before":
             frozen.requires_grad_(False)
         square_loss(model, batch(dist.get_rank(), 0)).backward()
 

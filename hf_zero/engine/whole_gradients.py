@@ -1,0 +1,201 @@
+"""Gradients of plain parameters (stage 0 in one dtype): averaged in buckets while the backward goes on.
+
+[Note: buckets] Buckets are the same on all ranks, and are reduced in the same order: the model's, from its end, of the
+parameters that any rank used in the last reduction. A bucket is begun once its gradients have come and the hooks of all of
+them have run; it is reduced in the gradients' own memory, which `.grad` lets go meanwhile, so that whatever autograd still
+adds (a reentrant checkpoint comes to a parameter several times) goes elsewhere, and is reduced at the end. There the ranks
+agree what anybody has used and which buckets have begun: a rank gives zeros for what it has not used of them, and what of the
+rest has been used anywhere is reduced then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.exchange import Exchange
+from hf_zero.engine.parameter import ZeroParameter
+from hf_zero.engine.votes import bits, check_alike, fingerprint, words
+from hf_zero.engine.world import World
+
+_BUCKET_BYTES = 25 * 2**20  # as under DDP: enough for the network, and early enough for the backward
+
+
+@dataclass(eq=False)
+class _Part:
+    """A parameter's gradient on its way.
+
+    Attributes:
+        parameter: whose.
+        grad: what `.grad` is to be afterwards, taken from it; None: there was none.
+        flat: what is summed.
+    """
+
+    parameter: ZeroParameter
+    grad: Tensor | None
+    flat: Tensor
+
+    @classmethod
+    def of(cls, p: ZeroParameter) -> _Part:
+        """Take a gradient, or zeros if there is none. One that was reduced before is given back by the mean over ranks."""
+        grad = p.param.grad
+        if grad is None:
+            return cls.of_zeros(p)
+        p.param.grad = None
+        return cls(p, grad, grad.contiguous().view(-1))
+
+    @classmethod
+    def of_zeros(cls, p: ZeroParameter) -> _Part:
+        """For a parameter of which this rank has no gradient."""
+        return cls(p, None, torch.zeros(p.param.numel(), dtype=p.param.dtype, device=p.param.device))
+
+    def put_back(self, is_wanted: bool) -> None:
+        """Let `.grad` have the mean, if anybody gave something to it."""
+        param = self.parameter.param
+        mean, grad = self.flat.view(param.shape), self.grad
+        if grad is None:
+            param.grad = mean if is_wanted else None  # hooks may drop gradients on all ranks
+        else:
+            param.grad = grad if grad.data_ptr() == mean.data_ptr() else grad.copy_(mean)
+
+
+class WholeReducer:
+    """Averages the gradients of plain parameters over the ranks.
+
+    Args:
+        parameters: all of the model.
+        world: the ranks.
+    """
+
+    def __init__(self, parameters: list[ZeroParameter], world: World) -> None:
+        self._parameters = parameters
+        self._world = world
+        self._used: set[int] = set()  # that autograd has added to since the last reduction
+        self._buckets: list[list[ZeroParameter]] = []
+        self._bucket_of: dict[int, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what has come of the last backward."""
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._arrived: set[int] = set()
+        self._under_way: list[tuple[Exchange, list[_Part]]] = []
+        self._again: set[int] = set()  # what came after its bucket had begun
+
+    def arrived(self, p: ZeroParameter, is_syncing: bool) -> None:
+        """Autograd has added to the gradient of `p`, whose other hooks may still be to run."""
+        self._used.add(id(p))
+        if not is_syncing:
+            return
+        self._start()
+        index = self._bucket_of.get(id(p), -1)
+        if 0 <= index < len(self._under_way):
+            self._again.add(id(p))
+        elif index >= 0 and id(p) not in self._arrived:
+            self._arrived.add(id(p))
+            self._missing[index] -= 1
+
+    def _start(self, at_least: int = 0) -> None:
+        """Begin the buckets whose turn it is.
+
+        Args:
+            at_least: as many have begun on some rank.
+        """
+        while (index := len(self._under_way)) < len(self._buckets) and (index < at_least or not self._missing[index]):
+            self._reduce([_Part.of(p) for p in self._buckets[index]])
+
+    def _reduce(self, parts: list[_Part]) -> None:
+        self._under_way.append((self._world.data.all_reduce([part.flat for part in parts], "gradients"), parts))
+
+    def finish(self, num_steps: int) -> None:
+        """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`.
+
+        Args:
+            num_steps: that the optimizer has taken.
+        """
+        try:
+            self._finish(num_steps)
+        except BaseException:
+            for _, parts in self._under_way:
+                for part in parts:
+                    part.parameter.param.grad = part.parameter.param.grad if part.grad is None else part.grad
+            self._begin()
+            raise
+
+    def _finish(self, num_steps: int) -> None:
+        self._start()
+        given = {id(part.parameter) for _, parts in self._under_way for part in parts if part.grad is not None}
+        trainable = [p for p in self._parameters if p.param.requires_grad]
+        has = [id(p) in self._used and (p.param.grad is not None or id(p) in given) for p in trainable]
+        used = sum(1 << position for position, is_used in enumerate(has) if is_used)
+        flags = [fingerprint(trainable), num_steps, len(self._under_way), int(bool(self._again))]
+        rows = self._world.everyone.agree([*flags, *words(used, len(self._parameters))], "the end of backward")
+        check_alike((row[0] for row in rows), (row[1] for row in rows))
+        anywhere = self._chosen(trainable, (row[4:] for row in rows))
+        self._start(at_least=max(row[2] for row in rows))
+        have_begun = {id(part.parameter) for _, parts in self._under_way for part in parts}
+        again = self._agree_again(trainable) if any(row[3] for row in rows) else []
+        later = [_Part.of(p) if id(p) in self._again else _Part.of_zeros(p) for p in again]
+        for bucket in self._divided([p for p in reversed(anywhere) if id(p) not in have_begun]):
+            self._reduce([_Part.of(p) for p in bucket])
+        self._complete({id(p) for p in anywhere})
+        if later:
+            firsts = [p.param.grad for p in again]
+            self._reduce(later)
+            self._complete({id(p) for p in again})
+            for p, first in zip(again, firsts, strict=True):
+                assert first is not None and p.param.grad is not None  # its bucket has begun, somewhere with a gradient
+                p.param.grad = first.add_(p.param.grad)
+        self._used.clear()
+        self._expect(list(reversed(anywhere)))
+
+    def abandon(self) -> None:
+        """The backward broke off: what is under way goes back to `.grad`."""
+        self._complete(set())
+        self._begin()
+
+    def _complete(self, wanted: set[int]) -> None:
+        while self._under_way:
+            exchange, parts = self._under_way[0]
+            exchange.wait()
+            torch._foreach_div_([part.flat for part in parts], self._world.data.num_ranks)
+            for part in parts:
+                part.put_back(id(part.parameter) in wanted)
+            self._under_way.pop(0)
+
+    def _agree_again(self, trainable: list[ZeroParameter]) -> list[ZeroParameter]:
+        """What came on any rank after its bucket had begun."""
+        mine = sum(1 << position for position, p in enumerate(trainable) if id(p) in self._again)
+        rows = self._world.everyone.agree(words(mine, len(self._parameters)), "gradients that came again")
+        return self._chosen(trainable, rows)
+
+    @staticmethod
+    def _chosen(trainable: list[ZeroParameter], bitmaps: Iterable[Sequence[int]]) -> list[ZeroParameter]:
+        """Parameters whose bit any rank has set."""
+        found = 0
+        for bitmap in bitmaps:
+            found |= bits(bitmap)
+        return [p for position, p in enumerate(trainable) if found >> position & 1]
+
+    def _expect(self, parameters: list[ZeroParameter]) -> None:
+        """Next time the gradients of these are to come, in this order, the same on every rank."""
+        if [p for bucket in self._buckets for p in bucket] != parameters:
+            self._buckets = self._divided(parameters)
+            self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._begin()
+
+    def _divided(self, parameters: list[ZeroParameter]) -> list[list[ZeroParameter]]:
+        """Buckets of one dtype each."""
+        limit = min(self._world.config.bucket_bytes, _BUCKET_BYTES)
+        buckets: list[list[ZeroParameter]] = []
+        num_bytes = 0
+        for p in parameters:
+            if not buckets or num_bytes + p.whole_nbytes > limit or buckets[-1][0].param.dtype != p.param.dtype:
+                buckets.append([])
+                num_bytes = 0
+            buckets[-1].append(p)
+            num_bytes += p.whole_nbytes
+        return buckets
