@@ -115,7 +115,7 @@ class Backward:
     def _make_reducer(self) -> Reducer | None:
         if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.config.policy.shards_gradients:
             return None
-        trainable = {unit.index: unit for unit in self.gathering.units if unit.trainable()}
+        trainable = {unit.index: unit for unit in self.gathering.units if unit.is_trained}
         return Reducer(trainable, self._world, self.gathering.reductions, self._ways, self.gathering.num_steps)
 
     def _end(self) -> None:

@@ -19,7 +19,7 @@ from hf_zero.engine.backward import Backward, PlainBackward
 from hf_zero.engine.call import Entry
 from hf_zero.engine.float32_modules import compute_in_float32, kept_parameters
 from hf_zero.engine.gathering import Gathering
-from hf_zero.engine.grouping import Found, find_parameters, group, roots_of, structure_of
+from hf_zero.engine.grouping import Found, Structure, find_parameters, group, roots_of
 from hf_zero.engine.hooks import EntryHooks, Hook
 from hf_zero.engine.offloaded_parameters import offload_parameters
 from hf_zero.engine.parameter import ZeroParameter
@@ -129,7 +129,7 @@ class ZeroEngine:
                 module.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
             )
         self._handles += compute_in_float32(model, self.world.config)
-        self._structure = structure_of(model)
+        self._structure = Structure(model)
         self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         after_load = Hook(self._after_load)
@@ -237,7 +237,7 @@ class ZeroEngine:
             return None
         self.backward.recover()
         model = self._model()
-        if module is model and self._structure != structure_of(module):
+        if module is model and not self._structure.is_unchanged():
             if is_function_running("functional_call"):
                 self._roots.clear()
                 raise UsageError(

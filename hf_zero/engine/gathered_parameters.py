@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from hf_zero import torch_compat
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.grouping import find_parameters
-from hf_zero.engine.parameter import put
+from hf_zero.engine.parameter import gathered, put
 from hf_zero.engine.quantised import as_shown
 from hf_zero.engine.world import World, world_that_cut
 from hf_zero.errors import UsageError
@@ -122,6 +122,7 @@ class GatheredParameters:
         self._gathered.append(_Gathered(param, cut, world, whole, whole.detach().clone() if decides else None))
         places = _places_of(param, world)
         put(places, whole)
+        gathered.add(id(param))
         stack.callback(_put_back, places, whole, param)
         stack.enter_context(torch_compat.replaced_by_whole(param, whole.detach()))
 
@@ -129,11 +130,11 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        gathered, self._gathered = self._gathered, []
+        items, self._gathered = self._gathered, []
         if kind is not None:
             return  # the ranks may have left at different points, so nothing is written back
         with torch.no_grad():
-            changed = [item.param for item in gathered if self._write_back(item)]
+            changed = [item.param for item in items if self._write_back(item)]
         for engine in live_engines():
             engine.on_rows_changed(p for p in map(engine.find, changed) if p is not None)
 
@@ -165,6 +166,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: nn.Parameter) -> None:
     """Let modules hold `param` again, but for those that were given another parameter, or another shape, meanwhile."""
     if whole.shape == param.shape:
+        gathered.discard(id(param))
         put([(module, name) for module, name in places if module._parameters.get(name) is whole], param)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -245,14 +247,20 @@ def roots_of(model: nn.Module, entries: set[int]) -> list[nn.Module]:
     return [m for m in model.modules() if m is model or any(id(c) in entries for c in m.modules() if c is not m)]
 
 
-def structure_of(model: nn.Module) -> list[list[int]]:
-    """Which parameters and modules every module of a model holds."""
-    found, seen, waiting = [], {id(model)}, [model]
-    while waiting:  # every forward asks: `model.modules()` takes three times as long
-        module = waiting.pop()
-        found.append([*map(at_rest_id, dict.values(module._parameters)), *map(id, module._modules.values())])
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return found
+class Structure:
+    """Which parameters and modules every module of a model holds, as it is when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(weakref.ref(module), _ids_in(module, at_rest_id)) for module in model.modules()]
+
+    def is_unchanged(self) -> bool:
+        """Whether they hold the same now; every forward asks."""
+        for known, ids in self._held:
+            module = known()
+            if module is None or (_ids_in(module, id) != ids and _ids_in(module, at_rest_id) != ids):
+                return False
+        return True
+
+
+def _ids_in(module: nn.Module, id_of: Callable[[Any], int]) -> list[int]:
+    return [*map(id_of, dict.values(module._parameters)), *map(id, module._modules.values())]

@@ -113,18 +113,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         for engine in held:
             engine.on_rows_changed(p for p in map(engine.find, params) if p is not None)
 
-    stepping = stepping_of(optimizer)
+    worlds = _worlds_of(optimizer)
+    stepping = _stepping_over(optimizer, worlds)
     if stepping is not None:
         _cut_loaded_states(optimizer, stepping)
         if stepping.owners is None:
             _choose_fused(optimizer)
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     if stepping is not None and stepping.streamer is not None:
-        return _before_streamed_step(optimizer, stepping, stepping.streamer, args[1:], kwargs, before_change)
+        return _before_streamed_step(optimizer, stepping, stepping.streamer, worlds, args[1:], kwargs, before_change)
     before_change()
     if stepping is None:
         return None
-    step = Step(optimizer, stepping, _worlds_of(optimizer), before_change, after_change, has_closure)
+    step = Step(optimizer, stepping, worlds, before_change, after_change, has_closure)
     stepping.under_way = step
     given = [step.closure(arg) if callable(arg) else arg for arg in args[1:]]
     named = {key: step.closure(value) if callable(value) else value for key, value in kwargs.items()}
@@ -135,12 +136,12 @@ def _before_streamed_step(
     optimizer: torch.optim.Optimizer,
     stepping: Stepping,
     streamer: Streamer,
+    worlds: dict[int, World],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     before_change: Callable[[], None],
 ) -> Any:
     """Run a step's chunks but the last: closures first, since every chunk is a part of one step with one loss."""
-    worlds = _worlds_of(optimizer)
     world = next(iter(worlds.values()))
     closures = [each for each in (*args, *kwargs.values()) if callable(each)]
     if not streamer.is_tried:
@@ -181,7 +182,15 @@ def stepping_of(optimizer: torch.optim.Optimizer) -> Stepping | None:
     Raises:
         UsageError: it can do neither; on all ranks.
     """
-    worlds = _worlds_of(optimizer)
+    return _stepping_over(optimizer, _worlds_of(optimizer))
+
+
+def _stepping_over(optimizer: torch.optim.Optimizer, worlds: dict[int, World]) -> Stepping | None:
+    """See `stepping_of`.
+
+    Args:
+        worlds: the ranks over which each of its partitioned parameters is cut.
+    """
     if not worlds:
         return None
     stepping = vars(optimizer).get(_STEPPING)

@@ -18,6 +18,8 @@ from hf_zero.engine.world import World
 from hf_zero.layout import RowLayout
 from hf_zero.offload.scratch import Place
 
+gathered: set[int] = set()  # ids of the parameters that modules hold whole, as `GatheredParameters` has made them
+
 
 @dataclass(eq=False)
 class ZeroParameter:
@@ -89,7 +91,7 @@ class ZeroParameter:
     @property
     def is_whole_elsewhere(self) -> bool:
         """Whether modules see a whole tensor that is not the engine's: inside `GatheredParameters`."""
-        if not self._seen:
+        if id(self.param) in gathered and not self._seen:
             for module, name in self.locations:
                 held = module._parameters.get(name)
                 if held is not self.param and at_rest_id(held) == id(self.param):

@@ -11,7 +11,7 @@ memory then stays for good. Memory that is never released (stages 0 to 2, memory
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,15 +68,14 @@ class SavedWeights:
             torch_compat.pop_saved_tensor_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:
-        seen = tensor if type(tensor) is DTensor else None
-        held = tensor if seen is None else torch_compat.local_of(seen)
-        is_plain = held.layout is torch.strided and type(held) in _PLAIN
-        address = held.data_ptr() if is_plain else 0
-        for start, end, unit in self._ranges:
-            if start <= address < end:
-                as_seen = None if seen is None else torch_compat.wrap_like(held.new_empty(0), seen)
-                facts = address - start, tuple(held.shape), held.stride(), held.dtype
-                return _Place(unit, unit.epoch, *facts, as_seen)
+        held = torch_compat.local_of(tensor) if type(tensor) is DTensor else tensor
+        if type(held) in _PLAIN and held.layout is torch.strided:
+            address = held.data_ptr()
+            for start, end, unit in self._ranges:
+                if start <= address < end:
+                    as_seen = None if held is tensor else torch_compat.wrap_like(held.new_empty(0), cast(DTensor, tensor))
+                    facts = address - start, tuple(held.shape), held.stride(), held.dtype
+                    return _Place(unit, unit.epoch, *facts, as_seen)
         return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
 
     def _unpack(self, packed: Any) -> Tensor:

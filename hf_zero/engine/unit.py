@@ -223,6 +223,11 @@ class Unit:
         empty = torch.empty(0, dtype=dtype, device=self._storage.device)
         return empty.set_(self._storage, offset_bytes // dtype.itemsize, shape, strides)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of its parameters gets gradients now."""
+        return any(p.param.requires_grad for p in self.parameters)
+
     def trainable(self) -> list[ZeroParameter]:
         """The parameters that get gradients now."""
         return [p for p in self.parameters if p.param.requires_grad]

@@ -1,11 +1,19 @@
 """The orders: whatever each rank's backward does, all ranks reduce alike; a gather order foretells what it has seen."""
 
 from collections import Counter
+from unittest import mock
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
+import hf_zero as zero
+from hf_zero.bench.models import config_of
+from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.schedule import GatherOrder, ReductionOrder, first_uses
+from hf_zero.engine.unit import Unit
+from tests.ranks import run_ranks
 
 _EXPECTED = st.lists(st.integers(0, 5), max_size=8)
 _READY = st.lists(st.integers(0, 5), max_size=10)
@@ -105,3 +113,48 @@ def test_broken_pass_and_other_kinds_leave_the_record_alone(recorded, other):
 def test_first_uses_are_the_reductions_from_the_last_to_the_first() -> None:
     assert first_uses([3, 2, 1, 0]) == [0, 1, 2, 3]
     assert first_uses([0, 3, 1, 0, 2]) == [2, 0, 1, 3]
+
+
+def _gathers_of_a_large_model(num_micro_steps: int) -> tuple[list[list[tuple[str, int]]], int]:
+    """Starts of gathers and waits for them, by micro-step, with the default configuration; nothing is sent.
+
+    Blocks have the shapes of a 1B model, each larger than `prefetch_bytes`.
+    """
+    config = config_of("llama-1b")
+    config.num_hidden_layers, config.vocab_size = 4, 2048
+    with zero.Init({"stage": 3, "compute_dtype": "bfloat16", "collectives": "pairwise"}):
+        model = AutoModelForCausalLM.from_config(config)
+    engine = zero.shard_model(model)
+    assert max(unit.buffer_nbytes for unit in engine.units) > engine.world.config.prefetch_bytes
+    for kind in ("gather", "reduce_scatter"):
+        setattr(engine.world.collectives, kind, lambda *_: Exchange("nothing", 0.0))
+    steps: list[list[tuple[str, int]]] = []
+    start, acquire = Unit.start_gather, Unit.acquire
+
+    def note_start(self: Unit, *args: object) -> None:
+        steps[-1].append(("start", self.index))
+        start(self, *args)
+
+    def note_wait(self: Unit) -> object:
+        steps[-1].append(("wait", self.index))
+        return acquire(self)
+
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with mock.patch.object(Unit, "start_gather", note_start), mock.patch.object(Unit, "acquire", note_wait):
+        for _ in range(num_micro_steps):
+            steps.append([])
+            model(input_ids=ids, labels=ids).loss.backward()
+    return steps, len(engine.units)
+
+
+def test_every_gather_of_a_micro_step_but_the_first_has_compute_beside_it() -> None:
+    for steps, num_units in run_ranks(_gathers_of_a_large_model, 2, 20):
+        for events in steps[1:]:  # the first has no recorded order
+            exposed = []
+            for place, (kind, unit) in enumerate(events):
+                if kind == "start":
+                    until = events.index(("wait", unit), place)
+                    if all(other != "wait" for other, _ in events[place:until]):  # nothing else is used meanwhile
+                        exposed.append(unit)
+            gathers = [unit for kind, unit in events if kind == "start"]
+            assert exposed == gathers[:1] and len(gathers) > 1.5 * num_units
