@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.accumulation import Accumulation, add_up
@@ -90,8 +91,41 @@ class Backward:
         self._ways = ways(parameters, world)
         self._trained = parameters
         self._same_gradients = SameGradients(world)
+        self._watchable = [p for p in parameters if self._is_to_be_watched(p)]
+        self._watched: set[int] = set()
+        self._handles: list[Any] = []
         self._is_syncing = True
         self._follows_no_sync = False  # since the last reduction
+
+    # --- gradients that autograd adds up itself ----------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Watch the parameters that are trainable now; torch refuses a hook on others, which may be thawed later."""
+        for p in self._watchable:
+            if p.param.requires_grad and id(p) not in self._watched:
+                self._watched.add(id(p))
+                self._handles.append(self._watch(p))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _is_to_be_watched(self, p: ZeroParameter) -> bool:
+        """Whether torch's own gradient of a parameter, as of a regulariser, may not be cut as the parameter is."""
+        return isinstance(p.param, DTensor) and not p.layout.local_numel(p.layout.num_ranks - 1)
+
+    def _watch(self, p: ZeroParameter) -> Any:
+        """Torch computes on whole tensors where there are fewer rows than ranks: let `.grad` have this rank's rows."""
+        of_parameter, node = weakref.ref(p), torch_compat.gradient_node(p.param)
+
+        def cut(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            (grad,), param = gradients, None if (known := of_parameter()) is None else known.param
+            if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements == param.placements:
+                return None
+            return (grad.redistribute(param.device_mesh, param.placements),)
+
+        return _Watched(node, node.register_prehook(cut))
 
     # --- the pass -----------------------------------------------------------------------------------------------
 
@@ -283,21 +317,12 @@ class PlainBackward(Backward):
     def __init__(self, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
         super().__init__(world, parameters, gathering)
         self._reducer = WholeReducer(parameters, world)
-        self._parameters = parameters
-        self._watched: set[int] = set()
-        self._handles: list[Any] = []
 
-    def watch(self) -> None:
-        """Watch the parameters that are trainable now; torch refuses a hook on others, which may be thawed later."""
-        for p in self._parameters if self._world.data.num_ranks > 1 else ():
-            if p.param.requires_grad and id(p) not in self._watched:
-                self._watched.add(id(p))
-                self._handles.append(_watch_gradient(p, self._on_gradient))
+    def _is_to_be_watched(self, p: ZeroParameter) -> bool:
+        return self._world.data.num_ranks > 1
 
-    def stop(self) -> None:
-        """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
+    def _watch(self, p: ZeroParameter) -> Any:
+        return _watch_gradient(p, self._on_gradient)
 
     def _on_gradient(self, p: ZeroParameter) -> None:
         self.begin().has_gradients = True
@@ -316,6 +341,17 @@ class PlainBackward(Backward):
         super().recover()
         if has_broken_off:
             self._reducer.abandon()
+
+
+class _Watched(NamedTuple):
+    """A node of the graph, which lives only as long as somebody holds it, with a hook."""
+
+    node: Any
+    handle: Any
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self.handle.remove()
 
 
 def _watch_gradient(p: ZeroParameter, on_gradient: Callable[[ZeroParameter], None]) -> Any:

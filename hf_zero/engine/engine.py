@@ -116,9 +116,8 @@ class ZeroEngine:
         return is_plain and (self.world.data.num_ranks == 1 or self.world.config.gradient_reduction == "mean")
 
     def _build(self, model: nn.Module) -> None:
-        if isinstance(self.backward, PlainBackward):
-            self.backward.watch()
-        else:
+        self.backward.watch()
+        if not isinstance(self.backward, PlainBackward):
             self._build_units(model)
             for p in self.parameters:
                 set_owner(p.param, self)
@@ -164,8 +163,7 @@ class ZeroEngine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if isinstance(self.backward, PlainBackward):
-            self.backward.stop()
+        self.backward.stop()
         for entry in self.backward.entries:
             entry.is_closed = True
         for p in self.parameters:
@@ -253,8 +251,7 @@ class ZeroEngine:
         self.gathering.refresh()
         if self.activations.is_needed and torch.is_grad_enabled() and model is not None:
             self.activations.begin_forward(model)
-        if isinstance(self.backward, PlainBackward):
-            self.backward.watch()
+        self.backward.watch()
         self._inputs.check(args, kwargs)
         kind = "forward" if torch.is_grad_enabled() else "inference"
         self.gathering.order.begin(kind if module is model else f"{kind} of {id(module)}")

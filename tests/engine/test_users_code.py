@@ -457,6 +457,33 @@ def test_regulariser_inside_the_forward_is_part_of_the_loss(stage: int) -> None:
     Twins(stage, _Penalising, lambda model, x: model(x)).step(3)
 
 
+class _Few(nn.Module):
+    """Parameters with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.scale, self.shift = nn.Parameter(torch.tensor([0.5, 2.0])), nn.Parameter(torch.tensor([0.25]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.enter(x).tanh() * self.scale.repeat(2) + self.shift)
+
+
+def _penalised_few(model: nn.Module, x: Tensor) -> Tensor:
+    return square_loss(model, x) + sum(0.1 * p.square().sum() for p in (model.scale, model.shift))
+
+
+@_SHARDED
+@on_ranks(3)
+def test_regulariser_of_parameters_with_fewer_rows_than_ranks_is_part_of_the_loss(stage: int) -> None:
+    twins = Twins(stage, _Few, _penalised_few)
+    twins.step(2)
+    with twins.engine.no_sync():
+        twins.loss(twins.model, twins.own()).backward()
+    twins.backward_reference()
+    twins.step()
+
+
 # ---- what leaves a call ----------------------------------------------------------------------------------------------
 
 
