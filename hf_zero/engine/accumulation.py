@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.param_hooks import grad_hooks
+from hf_zero.engine.param_hooks import grad_hooks, has_grad_hooks
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
 from hf_zero.engine.partitioned_tensor import UnreducedGradient
 from hf_zero.engine.reduction import Reducer
@@ -55,7 +55,7 @@ class Accumulation:
 
     def add(self, unit: Unit, found: Found) -> None:
         """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come."""
-        if unit in self._hooked or any(grad_hooks(p.param) for p in unit.parameters if id(p) in found):
+        if unit in self._hooked or any(has_grad_hooks(p.param) for p in unit.parameters if id(p) in found):
             add_up(self._hooked.setdefault(unit, {}), found)
         else:
             self._hand_on(unit, found)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hf_zero.engine.backward import Backward
 from hf_zero.engine.call import Call, Entry
+from hf_zero.engine.parameter import gathered
 from hf_zero.engine.reading import connected, is_running, replace_tensors, tensors_in
 from hf_zero.engine.saved import SavedWeights
 from hf_zero.errors import UsageError
@@ -104,6 +105,8 @@ class EntryHooks:
 
     def _is_gathered_elsewhere(self) -> bool:
         """Whether the modules hold whole parameters already, inside `GatheredParameters`."""
+        if not gathered:
+            return False
         whole = [p.is_whole_elsewhere for unit in self.entry.units for p in unit.parameters]
         if any(whole) and not all(whole):
             raise UsageError(
@@ -156,6 +159,8 @@ class EntryHooks:
 
 
 def _check_unchanged(call: Call, tensors: list[Tensor]) -> None:
+    if not call.versions or call.versions == [tensor._version for tensor in tensors]:
+        return
     for p, tensor, version in zip(call.parameters, tensors, call.versions, strict=False):
         if p.is_sharded and tensor._version != version:
             raise UsageError(

@@ -17,6 +17,11 @@ def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return [*vars(param).get("_zero_hooks", {}).values(), *(param._backward_hooks or {}).values()]
 
 
+def has_grad_hooks(param: Tensor) -> bool:
+    """Whether there are any `grad_hooks`."""
+    return bool(vars(param).get("_zero_hooks") or param._backward_hooks)
+
+
 def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """What `register_post_accumulate_grad_hook` has been given for a parameter that autograd never reaches."""
     known: Any = getattr(param, "_post_accumulate_grad_hooks", None)
