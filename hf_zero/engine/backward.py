@@ -293,7 +293,9 @@ class Backward:
         call.is_done = True
         gradients, call.gradients = call.gradients, {}
         for unit in call.units:
-            found = {id(p): gradients[id(p)] for p in unit.parameters if id(p) in gradients}
+            found = gradients
+            if len(call.units) > 1:
+                found = {id(p): gradients[id(p)] for p in unit.parameters if id(p) in gradients}
             if found:
                 session.gradients.add(unit, found)
         self._close(call)

@@ -102,9 +102,11 @@ def _computes(kind: type) -> bool:
 
 
 def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that are attributes of this one."""
+    """The optimizers that are attributes of this one, or in its lists and dicts."""
     found = []
-    for value in vars(optimizer).values():
+    for name, value in vars(optimizer).items():
+        if name == "state":
+            continue  # an entry a parameter
         values = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         found += [entry for entry in values if isinstance(entry, torch.optim.Optimizer)]
     return list(dict.fromkeys(found))
