@@ -31,6 +31,8 @@ so:
   stays open.
 - **Reductions** follow one agreed order on all ranks (`schedule.ReductionOrder`). A rank that skipped a unit takes part
   with zeros, and at the end all ranks agree which parameters anybody used: the others keep `.grad = None` (`reduction`).
+  Where modules compute with the parameters at rest (stage 0 in one dtype), autograd fills `.grad`, and buckets of it are
+  averaged (`whole_gradients`).
 
 [Note: what users' code may do] Four rules, each written where it is kept: *an edit is seen* before it happens
 (`partitioned_tensor`); *whoever reads gets the whole* while a forward or backward runs (`reading`); *gradients under no_sync*
@@ -39,7 +41,7 @@ released memory (`saved`).
 
 Files, from the ground up: `precision` and `world` (what all share), `param_hooks`, `partitioned_tensor`, `parameter`,
 `unit`, `grouping`, `schedule`, `reading`, `saved`, `call` (one call and what it holds), `gathering` (which units are
-whole), `reduction`, `accumulation` (gradients until they are reduced), `backward` (one backward), `hooks`,
+whole), `votes`, `reduction`, `whole_gradients`, `accumulation` (gradients until they are reduced), `backward`, `hooks`,
 `state_dict`, `engine` (wires them; the events of a forward). Around it: `optimizers` (with `optimizer_kinds`, `owners`,
 `stepping`; `streaming`, `piecewise`, `offloaded_states` and `offloaded_parameters` for what is on a disk), `loss_scaling`
 (float16), `float32_modules` (what computes in float32 all the same), `gathered_parameters` (whole weights on demand),
