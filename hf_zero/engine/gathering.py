@@ -111,7 +111,7 @@ class Gathering:
             if ahead > budget and (has_one or not budget):
                 return
             has_one = True
-            if unit.residency is Residency.RELEASED:
+            if unit.residency is Residency.RELEASED and not unit.is_whole_elsewhere:
                 unit.start_gather()
 
     def drop(self, but_kept: bool = False) -> None:
@@ -158,7 +158,8 @@ class Gathering:
         """
         self.begin_read()
         try:
-            for unit, coming in zip(self.units, [*self.units[1:], None], strict=True):
+            units = [unit for unit in self.units if not unit.is_whole_elsewhere]
+            for unit, coming in zip(units, [*units[1:], None], strict=True):
                 for each in (unit, coming):  # one ahead
                     if each is not None and each.residency is Residency.RELEASED:
                         each.start_gather()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from hf_zero.engine.backward import Backward
 from hf_zero.engine.call import Call, Entry
-from hf_zero.engine.parameter import gathered
 from hf_zero.engine.reading import connected, is_running, replace_tensors, tensors_in
 from hf_zero.engine.saved import SavedWeights
 from hf_zero.errors import UsageError
@@ -105,7 +104,7 @@ class EntryHooks:
 
     def _is_gathered_elsewhere(self) -> bool:
         """Whether the modules hold whole parameters already, inside `GatheredParameters`."""
-        if not gathered:
+        if not any(unit.is_whole_elsewhere for unit in self.entry.units):
             return False
         whole = [p.is_whole_elsewhere for unit in self.entry.units for p in unit.parameters]
         if any(whole) and not all(whole):

@@ -21,7 +21,7 @@ from hf_zero import torch_compat
 from hf_zero.comm import wire
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.parameter import ZeroParameter, as_dtype
+from hf_zero.engine.parameter import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.quantised import is_quantised
 from hf_zero.engine.second_copy import SecondCopy
 from hf_zero.engine.world import World
@@ -222,6 +222,11 @@ class Unit:
         assert self.is_whole, f"{self.name} is {self.residency.value}"
         empty = torch.empty(0, dtype=dtype, device=self._storage.device)
         return empty.set_(self._storage, offset_bytes // dtype.itemsize, shape, strides)
+
+    @property
+    def is_whole_elsewhere(self) -> bool:
+        """Whether modules hold any of its parameters whole, inside `GatheredParameters`."""
+        return bool(gathered) and any(p.is_whole_elsewhere for p in self.parameters)
 
     @property
     def is_trained(self) -> bool:

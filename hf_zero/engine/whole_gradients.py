@@ -3,9 +3,13 @@
 [Note: buckets] Buckets are the same on all ranks, and are reduced in the same order: the model's, from its end, of the
 parameters that any rank used in the last reduction. A bucket is begun once its gradients have come and the hooks of all of
 them have run; it is reduced in the gradients' own memory, which `.grad` lets go meanwhile, so that whatever autograd still
-adds (a reentrant checkpoint comes to a parameter several times) goes elsewhere, and is reduced at the end. There the ranks
-agree what anybody has used and which buckets have begun: a rank gives zeros for what it has not used of them, and what of the
-rest has been used anywhere is reduced then.
+adds goes elsewhere, and is reduced at the end. At the end the ranks agree what anybody has used and which buckets have begun: a
+rank gives zeros for what it has not used of them, and what of the rest has been used anywhere is reduced then. What autograd
+comes to several times in a backward (under reentrant checkpoints) is in no bucket from then on.
+
+[Note: a torn backward] If a backward breaks off, the ranks may have begun different numbers of buckets. Exchanges meet by their
+number, so until the ranks have met and made up for those, none begins early. Gradients that were under way are lost, and not a
+number until they are cleared.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.votes import bits, check_alike, fingerprint, words
 from hf_zero.engine.world import World
+from hf_zero.errors import CollectiveError
 
 _BUCKET_BYTES = 25 * 2**20  # as under DDP: enough for the network, and early enough for the backward
 
@@ -76,6 +81,9 @@ class WholeReducer:
         self._used: set[int] = set()  # that autograd has added to since the last reduction
         self._buckets: list[list[ZeroParameter]] = []
         self._bucket_of: dict[int, int] = {}
+        self._come_again: set[int] = set()  # in no bucket, on all ranks
+        self._is_torn = False
+        self._abandoned: list[Exchange] = []  # of a torn backward: of the first buckets
         self._begin()
 
     def _begin(self) -> None:
@@ -83,32 +91,37 @@ class WholeReducer:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._arrived: set[int] = set()
         self._under_way: list[tuple[Exchange, list[_Part]]] = []
-        self._again: set[int] = set()  # what came after its bucket had begun
+        self._several: set[int] = set()  # what has come several times
+        self._later: set[int] = set()  # what has come after its bucket had begun
 
     def arrived(self, p: ZeroParameter, is_syncing: bool) -> None:
         """Autograd has added to the gradient of `p`, whose other hooks may still be to run."""
         self._used.add(id(p))
         if not is_syncing:
             return
-        self._start()
         index = self._bucket_of.get(id(p), -1)
+        self._start(but=index)
         if 0 <= index < len(self._under_way):
-            self._again.add(id(p))
-        elif index >= 0 and id(p) not in self._arrived:
-            self._arrived.add(id(p))
+            self._later.add(id(p))
+        if id(p) in self._arrived:
+            self._several.add(id(p))
+            return
+        self._arrived.add(id(p))
+        if index >= 0:
             self._missing[index] -= 1
 
-    def _start(self, at_least: int = 0) -> None:
-        """Begin the buckets whose turn it is.
-
-        Args:
-            at_least: as many have begun on some rank.
-        """
-        while (index := len(self._under_way)) < len(self._buckets) and (index < at_least or not self._missing[index]):
+    def _start(self, but: int = -1) -> None:
+        """Begin the buckets whose turn it is, but none from `but` on."""
+        while not self._is_torn and (index := len(self._under_way)) < len(self._buckets):
+            if index == but or self._missing[index]:
+                return
             self._reduce([_Part.of(p) for p in self._buckets[index]])
 
     def _reduce(self, parts: list[_Part]) -> None:
-        self._under_way.append((self._world.data.all_reduce([part.flat for part in parts], "gradients"), parts))
+        self._under_way.append((self._all_reduce(parts), parts))
+
+    def _all_reduce(self, parts: list[_Part]) -> Exchange:
+        return self._world.data.all_reduce([part.flat for part in parts], "gradients")
 
     def finish(self, num_steps: int) -> None:
         """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`.
@@ -119,10 +132,7 @@ class WholeReducer:
         try:
             self._finish(num_steps)
         except BaseException:
-            for _, parts in self._under_way:
-                for part in parts:
-                    part.parameter.param.grad = part.parameter.param.grad if part.grad is None else part.grad
-            self._begin()
+            self.abandon()
             raise
 
     def _finish(self, num_steps: int) -> None:
@@ -131,31 +141,65 @@ class WholeReducer:
         trainable = [p for p in self._parameters if p.param.requires_grad]
         has = [id(p) in self._used and (p.param.grad is not None or id(p) in given) for p in trainable]
         used = sum(1 << position for position, is_used in enumerate(has) if is_used)
-        flags = [fingerprint(trainable), num_steps, len(self._under_way), int(bool(self._again))]
-        rows = self._world.everyone.agree([*flags, *words(used, len(self._parameters))], "the end of backward")
+        come_again = (self._several | self._later) - self._come_again
+        flags = [len(self._under_way), len(self._abandoned), int(self._is_torn), int(bool(come_again))]
+        values = [fingerprint(trainable), num_steps, *flags, *words(used, len(self._parameters))]
+        rows = self._world.everyone.agree(values, "the end of backward")
         check_alike((row[0] for row in rows), (row[1] for row in rows))
-        anywhere = self._chosen(trainable, (row[4:] for row in rows))
-        self._start(at_least=max(row[2] for row in rows))
+        num_begun = [row[2] for row in rows]
+        if any(row[4] for row in rows):
+            self._make_up(num_begun, [row[3] for row in rows])
+        anywhere = self._chosen(trainable, (row[6:] for row in rows))
+        while len(self._under_way) < max(num_begun):
+            self._reduce([_Part.of(p) for p in self._buckets[len(self._under_way)]])
         have_begun = {id(part.parameter) for _, parts in self._under_way for part in parts}
-        again = self._agree_again(trainable) if any(row[3] for row in rows) else []
-        later = [_Part.of(p) if id(p) in self._again else _Part.of_zeros(p) for p in again]
+        later: list[ZeroParameter] = []
+        if any(row[5] for row in rows):
+            self._come_again.update(map(id, self._agree_on(come_again, trainable)))
+            later = [p for p in self._agree_on(self._later, trainable) if p in anywhere]
+        extra = [_Part.of(p) if id(p) in self._later else _Part.of_zeros(p) for p in later]
         for bucket in self._divided([p for p in reversed(anywhere) if id(p) not in have_begun]):
             self._reduce([_Part.of(p) for p in bucket])
         self._complete({id(p) for p in anywhere})
-        if later:
-            firsts = [p.param.grad for p in again]
-            self._reduce(later)
-            self._complete({id(p) for p in again})
-            for p, first in zip(again, firsts, strict=True):
-                assert first is not None and p.param.grad is not None  # its bucket has begun, somewhere with a gradient
+        if extra:
+            firsts = [p.param.grad for p in later]
+            self._reduce(extra)
+            self._complete({id(p) for p in later})
+            for p, first in zip(later, firsts, strict=True):
+                assert first is not None and p.param.grad is not None
                 p.param.grad = first.add_(p.param.grad)
         self._used.clear()
-        self._expect(list(reversed(anywhere)))
+        self._expect([p for p in reversed(anywhere) if id(p) not in self._come_again])
 
     def abandon(self) -> None:
-        """The backward broke off: what is under way goes back to `.grad`."""
-        self._complete(set())
+        """The backward broke off: see [Note: a torn backward]."""
+        self._is_torn = True
+        for exchange, parts in self._under_way:
+            self._abandoned.append(exchange)
+            for part in parts:
+                if part.grad is not None:  # exchanges still write to it
+                    part.parameter.param.grad = torch.full_like(part.grad, torch.nan)
         self._begin()
+
+    def _make_up(self, num_begun: list[int], num_abandoned: list[int]) -> None:
+        """Take part in the exchanges of a torn backward that other ranks have begun, and drop what they give.
+
+        Raises:
+            CollectiveError: on all ranks, where some have begun to reduce this backward, which met the others' torn one.
+        """
+        most = max(num_abandoned)
+        if most and (any(num_begun) or most > len(self._buckets)):
+            torn = [rank for rank, count in enumerate(num_abandoned) if count]
+            raise CollectiveError(
+                f"a backward broke off on ranks {torn} while gradients were averaged, and not on all ranks, so the gradients "
+                "of different backwards have met: call `zero_grad()` on all ranks and go on with the next batch"
+            )
+        for bucket in self._buckets[len(self._abandoned) : most]:
+            self._abandoned.append(self._all_reduce([_Part.of_zeros(p) for p in bucket]))
+        while self._abandoned:
+            self._abandoned[0].wait()
+            self._abandoned.pop(0)
+        self._is_torn = False
 
     def _complete(self, wanted: set[int]) -> None:
         while self._under_way:
@@ -166,10 +210,10 @@ class WholeReducer:
                 part.put_back(id(part.parameter) in wanted)
             self._under_way.pop(0)
 
-    def _agree_again(self, trainable: list[ZeroParameter]) -> list[ZeroParameter]:
-        """What came on any rank after its bucket had begun."""
-        mine = sum(1 << position for position, p in enumerate(trainable) if id(p) in self._again)
-        rows = self._world.everyone.agree(words(mine, len(self._parameters)), "gradients that came again")
+    def _agree_on(self, mine: set[int], trainable: list[ZeroParameter]) -> list[ZeroParameter]:
+        """The parameters that any rank names."""
+        named = sum(1 << position for position, p in enumerate(trainable) if id(p) in mine)
+        rows = self._world.everyone.agree(words(named, len(self._parameters)), "gradients that came again")
         return self._chosen(trainable, rows)
 
     @staticmethod

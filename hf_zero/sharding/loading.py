@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.world import World
-from hf_zero.errors import PartitionError
+from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
 from hf_zero.sharding.construct import Cutter, is_parameter
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
@@ -283,10 +283,25 @@ class LoadSeam:
         with ExitStack() as stack:
             if self._open_cutter is None or not cutter.cuts_as_made:
                 stack.enter_context(cutter.constructing())
-            result = finalize(model, placed, loading_info)
+            try:
+                result, error = finalize(model, placed, loading_info), None
+            except CollectiveError:
+                raise
+            except (
+                Exception
+            ) as raised:  # transformers' own error stays what it is; other ranks must not go on without it
+                result, error = None, raised
+            failed = [rank for rank, (is_wrong,) in enumerate(self._agree_on_end(error)) if is_wrong]
+            if error is not None:
+                raise error
+            if failed:
+                raise PartitionError(f"the model could not be loaded on ranks {failed}, whose files may be others")
         with cutter.paused():
             self._on_loaded(model)
         return result
+
+    def _agree_on_end(self, error: Exception | None) -> list[list[int]]:
+        return self._world.everyone.agree([int(error is not None)], "the end of loading")
 
 
 def _has_rows(model: nn.Module, names: set[str]) -> bool:

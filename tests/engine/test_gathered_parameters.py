@@ -560,3 +560,19 @@ def apply_to_awkward_shapes() -> list[str]:
 
 def test_apply_knows_uneven_rows() -> None:
     assert run_ranks(apply_to_awkward_shapes, 3) == [[]] * 3
+
+
+def use_gathered_part(stage: int) -> bool:
+    """Runs on a rank: forwards and `generate` while a part of the model is whole, after forwards that are foretold."""
+    pair = make_pair("llama", stage)
+    assert is_forward_equal(pair, "llama")
+    with hf_zero.GatheredParameters([pair[1].lm_head.weight, *pair[1].model.layers[0].parameters()]):
+        while_whole = is_forward_equal(pair, "llama")
+        ids = torch.arange(6)[None]
+        written = [model.generate(ids, max_new_tokens=4, do_sample=False) for model in pair]
+    return while_whole and torch.equal(*written) and is_forward_equal(pair, "llama")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_of_which_a_part_is_gathered_computes(stage: int) -> None:
+    assert run_ranks(use_gathered_part, 2, stage) == [True, True]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import hf_zero as zero
 from hf_zero.engine.whole_gradients import WholeReducer
-from tests.engine.twins import Net, Twins, square_loss
-from tests.ranks import run_ranks
+from tests.engine.twins import Net, Twins, batch, square_loss
+from tests.ranks import on_ranks, run_ranks
 
 _SMALL = {"stage": 0, "bucket_bytes": 40}  # several buckets
 
@@ -33,25 +34,47 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+class TiedAlone(nn.Module):
+    """One matrix, a bucket by itself, runs three times, each time under a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.shared = nn.Linear(3, 5), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for _ in range(3):
+            x = checkpoint(self.shared, x, use_reentrant=True).tanh()
+        return x
+
+
 class Choosing(nn.Module):
-    """Which of three layers is used, the caller says; one is never used."""
+    """Which of four layers are used, the caller says."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
 
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return self.layers[which](x)
+    def forward(self, x: Tensor, which: tuple[int, ...]) -> Tensor:
+        for index in which:
+            x = self.layers[index](x).tanh()
+        return x
 
 
-def _chosen_loss(model: nn.Module, own: tuple[Tensor, int]) -> Tensor:
-    x, which = own
-    return model(x, which).pow(2).mean()
+Chosen = tuple[Tensor, tuple[int, ...]]
 
 
-def _draw_choice(rank: int, step: int) -> tuple[Tensor, int]:
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
-    return x, (rank + step // 2) % 3 if step < 6 else step % 2
+def _chosen_loss(model: nn.Module, own: Chosen) -> Tensor:
+    return model(*own).pow(2).mean()
+
+
+def _draw_choice(rank: int, step: int) -> Chosen:
+    return batch(rank, step), ((rank + step // 2) % 3 if step < 6 else step % 2,)
+
+
+def _draw_crossing(rank: int, step: int) -> Chosen:
+    """Rank 0 has used the last bucket and not the next, the others the next ones and not the last."""
+    return batch(rank, step), (0, 1, 3) if step < 2 else (2, 3) if rank == 0 else (0, 1)
 
 
 def _train(kind: str) -> None:
@@ -64,8 +87,18 @@ def _train(kind: str) -> None:
             twins = Twins(make=Choosing, loss=_chosen_loss, draw=_draw_choice, **_SMALL)
             twins.step(9)
             assert all(p.grad is None for p in twins.model.layers[3].parameters())
+        case "crossing":
+            Twins(make=Choosing, loss=_chosen_loss, draw=_draw_crossing, **_SMALL).step(4)
         case "several backwards":
             _accumulate()
+        case "hooked several times":
+            _halve()
+        case "dropped several times":
+            twins = Twins(make=TiedAlone, **_SMALL)
+            twins.step(2)
+            for model in (twins.model, twins.reference):
+                model.shared.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            twins.step(2)
         case "dropped by a hook":
             twins = Twins(make=Net, **_SMALL)
             twins.step(2)
@@ -96,7 +129,31 @@ def _accumulate() -> None:
         twins.update()
 
 
-@pytest.mark.parametrize("kind", ["plain", "several times", "other layers", "several backwards", "dropped by a hook"])
+def _halve() -> None:
+    """A hook sees what has been added up so far, as in a process alone; the mean is over what it leaves."""
+
+    def halve(p: nn.Parameter) -> None:
+        p.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    twins = Twins(make=TiedAlone, **_SMALL)
+    twins.model.shared.weight.register_post_accumulate_grad_hook(halve)
+    for step in range(3):
+        twins.loss(twins.model, batch(twins.rank, step)).backward()
+        alone = []
+        for rank in range(twins.num_ranks):
+            model = TiedAlone()
+            model.load_state_dict(twins.reference.state_dict())
+            model.shared.weight.register_post_accumulate_grad_hook(halve)
+            twins.loss(model, batch(rank, step)).backward()
+            alone.append(model.shared.weight.grad)
+        torch.testing.assert_close(twins.model.shared.weight.grad, torch.stack(alone).mean(0))
+        twins.model.zero_grad()
+
+
+_KINDS = ["plain", "several times", "other layers", "crossing", "several backwards", "hooked several times"]
+
+
+@pytest.mark.parametrize("kind", [*_KINDS, "dropped several times", "dropped by a hook"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_trains_as_one_process(kind: str, num_ranks: int) -> None:
     run_ranks(_train, num_ranks, kind)
@@ -154,22 +211,43 @@ def test_gradients_have_the_bits_of_ddp() -> None:
     assert run_ranks(_like_ddp, 2) == [True] * 2
 
 
-def _break_off() -> None:
-    """A backward that raises on all ranks leaves nothing behind that the next one could trip over."""
-    twins = Twins(make=Net, **_SMALL)
+def _fail(_: Tensor) -> None:
+    raise ValueError("broken")
+
+
+def _break_off(where: str) -> None:
+    """A backward that raises leaves nothing behind that the next one could trip over."""
+    twins = Twins(make=Net, **_SMALL, timeout_s=20)
     twins.step(2)
-
-    def fail(_: Tensor) -> None:
-        raise ValueError("broken")
-
-    handle = twins.model.blocks[0].up.weight.register_hook(fail)
-    with pytest.raises(ValueError, match="broken"):
-        square_loss(twins.model, twins.own()).backward()
-    handle.remove()
-    assert twins.model.head.weight.grad is not None  # its bucket had begun
+    place = twins.rank if where == "elsewhere" else 0
+    if where != "on one rank" or twins.rank == 0:
+        handle = twins.model.blocks[place].up.weight.register_hook(_fail)
+        with pytest.raises(ValueError, match="broken"):
+            square_loss(twins.model, twins.own()).backward()
+        handle.remove()
+        assert twins.model.head.weight.grad.isnan().all()  # its bucket had begun
+    if where == "on one rank":
+        twins.optimizers[0].zero_grad()
+        with pytest.raises(zero.CollectiveError, match=r"broke off on ranks \[0\]"):
+            square_loss(twins.model, twins.own()).backward()
     twins.optimizers[0].zero_grad()
     twins.step(2)
 
 
-def test_a_backward_that_broke_off_leaves_nothing_behind() -> None:
-    run_ranks(_break_off, 2)
+@pytest.mark.parametrize("where", ["here", "elsewhere", "on one rank"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_backward_that_broke_off_leaves_nothing_behind(where: str, num_ranks: int) -> None:
+    run_ranks(_break_off, num_ranks, where)
+
+
+@on_ranks(2)
+def test_training_goes_on_after_ranks_have_trained_other_parameters() -> None:
+    twins = Twins(make=Net, **_SMALL)
+    twins.step(2)
+    frozen = twins.model.blocks[twins.rank]
+    frozen.requires_grad_(False)
+    with pytest.raises(zero.PartitionError, match="requires_grad"):
+        square_loss(twins.model, twins.own()).backward()
+    frozen.requires_grad_(True)
+    twins.optimizers[0].zero_grad()
+    twins.step(2)

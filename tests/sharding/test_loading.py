@@ -9,6 +9,7 @@ import contextlib
 import copy
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -470,6 +471,29 @@ BAD_LOADS = {
     "quantised": ("PartitionError", "quantised"),
     "broken file on one rank": ("PartitionError", "rank 1: .*input/output error"),
 }
+
+
+def load_other_files(root: str, other: int) -> tuple[str, str]:
+    """Runs on a rank: the same path is a model of another width on the rank `other`, as on a host with a copy of its own."""
+    name = "other" if dist.get_rank() == other else "llama"
+    with contextlib.chdir(f"{root}/of_{name}"), hf_zero.Init(STAGE_3):
+        try:
+            transformers.LlamaForCausalLM.from_pretrained("model", vocab_size=VOCAB)
+        except (RuntimeError, hf_zero.PartitionError) as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_ranks_with_other_files_fail_all(checkpoints: str, tmp_path: Path, other: int) -> None:
+    for name in ("llama", "other"):
+        shutil.copytree(f"{checkpoints}/llama", tmp_path / f"of_{name}" / "model")
+    file = tmp_path / "of_other" / "model" / "model.safetensors"
+    state = load_file(file)
+    state["model.embed_tokens.weight"] = torch.cat([state["model.embed_tokens.weight"]] * 2)
+    save_file(state, file, metadata={"format": "pt"})
+    found = run_ranks(load_other_files, 2, str(tmp_path), other)
+    assert all(kind for kind, _ in found), found
 
 
 @pytest.mark.parametrize("kind", BAD_LOADS)
