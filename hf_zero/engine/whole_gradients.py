@@ -5,7 +5,8 @@ parameters that any rank used in the last reduction. A bucket is begun once its 
 them have run; it is reduced in the gradients' own memory, which `.grad` lets go meanwhile, so that whatever autograd still
 adds goes elsewhere, and is reduced at the end. At the end the ranks agree what anybody has used and which buckets have begun: a
 rank gives zeros for what it has not used of them, and what of the rest has been used anywhere is reduced then. What autograd
-comes to several times in a backward (under reentrant checkpoints) is in no bucket from then on.
+comes to several times in a backward (under reentrant checkpoints), and what users have given hooks that run afterwards, is in no
+bucket from then on: hooks see what they see in a process alone.
 
 [Note: a torn backward] If a backward breaks off, the ranks may have begun different numbers of buckets. Exchanges meet by their
 number, so until the ranks have met and made up for those, none begins early. Gradients that were under way are lost, and not a
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.exchange import Exchange
+from hf_zero.engine.param_hooks import post_accumulate_hooks
 from hf_zero.engine.parameter import ZeroParameter
 from hf_zero.engine.votes import bits, check_alike, fingerprint, words
 from hf_zero.engine.world import World
@@ -81,7 +83,7 @@ class WholeReducer:
         self._used: set[int] = set()  # that autograd has added to since the last reduction
         self._buckets: list[list[ZeroParameter]] = []
         self._bucket_of: dict[int, int] = {}
-        self._come_again: set[int] = set()  # in no bucket, on all ranks
+        self._unbucketed: set[int] = set()  # the same on all ranks
         self._is_torn = False
         self._abandoned: list[Exchange] = []  # of a torn backward: of the first buckets
         self._begin()
@@ -91,7 +93,7 @@ class WholeReducer:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._arrived: set[int] = set()
         self._under_way: list[tuple[Exchange, list[_Part]]] = []
-        self._several: set[int] = set()  # what has come several times
+        self._waiting: set[int] = set()  # what is not to be reduced before the end
         self._later: set[int] = set()  # what has come after its bucket had begun
 
     def arrived(self, p: ZeroParameter, is_syncing: bool) -> None:
@@ -100,21 +102,19 @@ class WholeReducer:
         if not is_syncing:
             return
         index = self._bucket_of.get(id(p), -1)
-        self._start(but=index)
+        self._start()
         if 0 <= index < len(self._under_way):
             self._later.add(id(p))
-        if id(p) in self._arrived:
-            self._several.add(id(p))
-            return
-        self._arrived.add(id(p))
-        if index >= 0:
+        is_hooked = len(post_accumulate_hooks(p.param)) > 1  # one is the engine's
+        if id(p) in self._arrived or is_hooked:
+            self._waiting.add(id(p))
+        elif index >= 0:
             self._missing[index] -= 1
+        self._arrived.add(id(p))
 
-    def _start(self, but: int = -1) -> None:
-        """Begin the buckets whose turn it is, but none from `but` on."""
-        while not self._is_torn and (index := len(self._under_way)) < len(self._buckets):
-            if index == but or self._missing[index]:
-                return
+    def _start(self) -> None:
+        """Begin the buckets whose turn it is."""
+        while not self._is_torn and (index := len(self._under_way)) < len(self._buckets) and not self._missing[index]:
             self._reduce([_Part.of(p) for p in self._buckets[index]])
 
     def _reduce(self, parts: list[_Part]) -> None:
@@ -141,8 +141,8 @@ class WholeReducer:
         trainable = [p for p in self._parameters if p.param.requires_grad]
         has = [id(p) in self._used and (p.param.grad is not None or id(p) in given) for p in trainable]
         used = sum(1 << position for position, is_used in enumerate(has) if is_used)
-        come_again = (self._several | self._later) - self._come_again
-        flags = [len(self._under_way), len(self._abandoned), int(self._is_torn), int(bool(come_again))]
+        waiting = (self._waiting | self._later) - self._unbucketed
+        flags = [len(self._under_way), len(self._abandoned), int(self._is_torn), int(bool(waiting))]
         values = [fingerprint(trainable), num_steps, *flags, *words(used, len(self._parameters))]
         rows = self._world.everyone.agree(values, "the end of backward")
         check_alike((row[0] for row in rows), (row[1] for row in rows))
@@ -155,7 +155,7 @@ class WholeReducer:
         have_begun = {id(part.parameter) for _, parts in self._under_way for part in parts}
         later: list[ZeroParameter] = []
         if any(row[5] for row in rows):
-            self._come_again.update(map(id, self._agree_on(come_again, trainable)))
+            self._unbucketed.update(map(id, self._agree_on(waiting, trainable)))
             later = [p for p in self._agree_on(self._later, trainable) if p in anywhere]
         extra = [_Part.of(p) if id(p) in self._later else _Part.of_zeros(p) for p in later]
         for bucket in self._divided([p for p in reversed(anywhere) if id(p) not in have_begun]):
@@ -169,7 +169,7 @@ class WholeReducer:
                 assert first is not None and p.param.grad is not None
                 p.param.grad = first.add_(p.param.grad)
         self._used.clear()
-        self._expect([p for p in reversed(anywhere) if id(p) not in self._come_again])
+        self._expect([p for p in reversed(anywhere) if id(p) not in self._unbucketed])
 
     def abandon(self) -> None:
         """The backward broke off: see [Note: a torn backward]."""
@@ -213,7 +213,7 @@ class WholeReducer:
     def _agree_on(self, mine: set[int], trainable: list[ZeroParameter]) -> list[ZeroParameter]:
         """The parameters that any rank names."""
         named = sum(1 << position for position, p in enumerate(trainable) if id(p) in mine)
-        rows = self._world.everyone.agree(words(named, len(self._parameters)), "gradients that came again")
+        rows = self._world.everyone.agree(words(named, len(self._parameters)), "gradients that wait for the end")
         return self._chosen(trainable, rows)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,15 +22,16 @@ _SMALL = {"stage": 0, "bucket_bytes": 40}  # several buckets
 
 
 class Tied(nn.Module):
-    """One layer runs three times, each time under a checkpoint of its own."""
+    """One layer runs several times, each time under a checkpoint of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 3) -> None:
         super().__init__()
         self.enter, self.shared, self.head = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.times = times
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        for _ in range(3):
+        for _ in range(self.times):
             x = checkpoint(self.shared, x, use_reentrant=True).tanh()
         return self.head(x)
 
@@ -39,11 +41,11 @@ class TiedAlone(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.shared = nn.Linear(3, 5), nn.Linear(5, 5, bias=False)
+        self.enter, self.shared, self.times = nn.Linear(3, 5), nn.Linear(5, 5, bias=False), 3
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        for _ in range(3):
+        for _ in range(self.times):
             x = checkpoint(self.shared, x, use_reentrant=True).tanh()
         return x
 
@@ -83,6 +85,11 @@ def _train(kind: str) -> None:
             Twins(make=Net, **_SMALL).step(4)
         case "several times":
             Twins(make=Tied, **_SMALL).step(4)
+        case "several times later":
+            twins = Twins(make=partial(Tied, 1), **_SMALL)
+            twins.step(2)
+            twins.model.times = twins.reference.times = 3
+            twins.step(2)
         case "other layers":
             twins = Twins(make=Choosing, loss=_chosen_loss, draw=_draw_choice, **_SMALL)
             twins.step(9)
@@ -136,6 +143,11 @@ def _halve() -> None:
         p.grad.mul_(0.5)  # type: ignore[union-attr]
 
     twins = Twins(make=TiedAlone, **_SMALL)
+    twins.model.times = 1
+    for step in range(2):  # in a bucket, until it has a hook
+        twins.loss(twins.model, batch(twins.rank, step)).backward()
+        twins.model.zero_grad()
+    twins.model.times = 3
     twins.model.shared.weight.register_post_accumulate_grad_hook(halve)
     for step in range(3):
         twins.loss(twins.model, batch(twins.rank, step)).backward()
@@ -150,7 +162,15 @@ def _halve() -> None:
         twins.model.zero_grad()
 
 
-_KINDS = ["plain", "several times", "other layers", "crossing", "several backwards", "hooked several times"]
+_KINDS = [
+    "plain",
+    "several times",
+    "several times later",
+    "other layers",
+    "crossing",
+    "several backwards",
+    "hooked several times",
+]
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, "dropped several times", "dropped by a hook"])
