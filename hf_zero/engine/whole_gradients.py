@@ -5,7 +5,7 @@ parameters that any rank used in the last reduction. A bucket is begun once its 
 them have run; it is reduced in the gradients' own memory, which `.grad` lets go meanwhile, so that whatever autograd still
 adds goes elsewhere, and is reduced at the end. At the end the ranks agree what anybody has used and which buckets have begun: a
 rank gives zeros for what it has not used of them, and what of the rest has been used anywhere is reduced then. What autograd
-comes to several times in a backward (under reentrant checkpoints), and what users have given hooks that run afterwards, is in no
+comes to several times in a backward (under reentrant checkpoints), and what users have given hooks of their own, is in no
 bucket from then on: hooks see what they see in a process alone.
 
 [Note: a torn backward] If a backward breaks off, the ranks may have begun different numbers of buckets. Exchanges meet by their
