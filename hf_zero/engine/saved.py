@@ -73,9 +73,8 @@ class SavedWeights:
             address = held.data_ptr()
             for start, end, unit in self._ranges:
                 if start <= address < end:
-                    as_seen = (
-                        None if held is tensor else torch_compat.wrap_like(held.new_empty(0), cast(DTensor, tensor))
-                    )
+                    is_seen = held is not tensor
+                    as_seen = torch_compat.wrap_like(held.new_empty(0), cast(DTensor, tensor)) if is_seen else None
                     facts = address - start, tuple(held.shape), held.stride(), held.dtype
                     return _Place(unit, unit.epoch, *facts, as_seen)
         return tensor.detach(), tensor._version  # not itself: an output would hold its own graph

@@ -287,21 +287,17 @@ class LoadSeam:
                 result, error = finalize(model, placed, loading_info), None
             except CollectiveError:
                 raise
-            except (
-                Exception
-            ) as raised:  # transformers' own error stays what it is; other ranks must not go on without it
+            except Exception as raised:
                 result, error = None, raised
-            failed = [rank for rank, (is_wrong,) in enumerate(self._agree_on_end(error)) if is_wrong]
+            reports = self._world.everyone.agree([int(error is not None)], "the end of loading")
+            failed = [rank for rank, (has_failed,) in enumerate(reports) if has_failed]
             if error is not None:
-                raise error
+                raise error  # as transformers has raised it; ranks that found nothing wrong must not go on alone
             if failed:
                 raise PartitionError(f"the model could not be loaded on ranks {failed}, whose files may be others")
         with cutter.paused():
             self._on_loaded(model)
         return result
-
-    def _agree_on_end(self, error: Exception | None) -> list[list[int]]:
-        return self._world.everyone.agree([int(error is not None)], "the end of loading")
 
 
 def _has_rows(model: nn.Module, names: set[str]) -> bool:
