@@ -19,6 +19,7 @@ from hf_zero.comm.axis import Axis
 from hf_zero.comm.exchange import Exchange, Part, is_late, named
 from hf_zero.comm.ledger import Entry
 from hf_zero.comm.roll_call import missing
+from hf_zero.comm.watch import Watch
 from hf_zero.errors import CollectiveError
 
 _LABEL_BYTES = 96
@@ -54,6 +55,7 @@ class Agreements:
         self.rank = axis.rank
         self.num_ranks = len(axis.ranks)
         self.backend = torch_compat.backend_on(axis.group, axis.device)
+        self._watch = Watch(str(axis.group.group_name), axis.ranks, axis.ranks[axis.rank], axis.device)
         self._sequence = 0
         self.reason = ""
         self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind
@@ -192,7 +194,7 @@ class Agreements:
         return [(first + step) % (2**31 // slots) * slots + _TAG_KINDS.index(kind) for step in range(count)]
 
     def _part(self, work: dist.Work) -> Part:
-        return Part(work, None, is_on_device=self.device.type != "cpu")
+        return Part(work, None, self._watch.follow if self.device.type != "cpu" else None)
 
     def _start(self, description: str, call: Callable[[], dist.Work | None]) -> dist.Work:
         try:

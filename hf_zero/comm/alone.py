@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -43,12 +43,13 @@ class AloneCollectives(Collectives):
         """See `Collectives.reduce_scatter`."""
         for item, output in zip(items, outputs, strict=True):
             output.copy_(item.flat)
-            divide(output, divisor)
+        divide(outputs, divisor)
         return _nothing_to_wait_for(f"reduce_scatter of {unit!r}")
 
-    def all_reduce(self, tensors: Sequence[Tensor], unit: str, finish: Callable[[], None] | None = None) -> Exchange:
+    def all_reduce(self, tensors: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.all_reduce`."""
-        return Exchange(f"all_reduce of {unit!r}", 0.0, finish=finish)
+        divide(tensors, divisor)
+        return _nothing_to_wait_for(f"all_reduce of {unit!r}")
 
     def broadcast(self, tensor: Tensor, source: int, unit: str) -> None:
         """See `Collectives.broadcast`."""

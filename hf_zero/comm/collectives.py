@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from hf_zero.comm.agreements import Agreements
 from hf_zero.comm.exchange import Exchange, Part, named
 from hf_zero.layout import RowLayout
 
-_PACKED_BYTES = 64 * 2**10
+_PACKED_BYTES = 64 * 2**10  # a message costs more than copying this, and being copied from it
+
+
+Item = TypeVar("Item")
 
 
 class Rows(NamedTuple):
@@ -112,12 +115,13 @@ class Collectives(Agreements, ABC):
         """Like `reduce_scatter`, by an all-reduce of whole tensors; the transport decides the order of additions."""
         # Copies, because the transport reduces in place and autograd may still own the gradients.
         sums = [item.flat.to(output.dtype, copy=True) for item, output in zip(items, outputs, strict=True)]
+        operation, rest = self._operation(divisor)
 
         def keep_own_rows() -> None:
             for item, output, total in zip(items, outputs, sums, strict=True):
-                torch.div(item.layout.elements_of(total, self.rank), divisor, out=output)
+                torch.div(item.layout.elements_of(total, self.rank), rest, out=output)
 
-        return self.all_reduce(sums, unit, keep_own_rows)
+        return self._all_reduce(sums, unit, operation, keep_own_rows)
 
     def reduce_to_owners(
         self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1
@@ -151,43 +155,44 @@ class Collectives(Agreements, ABC):
         entry = self.ledger.add("reduce", unit, received)
         return Exchange(description, self.timeout_s, parts, entry, finish, keep=messages)
 
-    def all_reduce(self, tensors: Sequence[Tensor], unit: str, finish: Callable[[], None] | None = None) -> Exchange:
+    def all_reduce(self, tensors: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """Sum flat tensors over the ranks, in place; the result has the same bits on every rank.
 
         Args:
             tensors: contiguous; written.
             unit: the unit's name, for the ledger and for errors.
-            finish: called by `wait()` once the sums are complete.
+            divisor: of the sums; the number of ranks for an average.
         """
+        operation, rest = self._operation(divisor)
+        return self._all_reduce(tensors, unit, operation, partial(divide, tensors, rest))
+
+    def _operation(self, divisor: int) -> tuple[Any, int]:
+        """How the transport adds up, and what is left to divide by: NCCL divides each term, as DDP does, on its way."""
+        if self.backend == "nccl" and divisor == self.num_ranks:
+            return dist.ReduceOp.AVG, 1
+        return dist.ReduceOp.SUM, divisor
+
+    def _all_reduce(self, tensors: Sequence[Tensor], unit: str, operation: Any, finish: Callable[[], None]) -> Exchange:
         tensors = [tensor for tensor in tensors if tensor.numel()]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
         description = self._describe("all_reduce", unit)
-        parcels = self._parcels(tensors)
+        parcels = [[each] for each in tensors]  # NCCL makes one launch of all, see `_start_all`
+        if self.backend != "nccl":
+            parcels = in_parcels(tensors, lambda t: (t.dtype, t.nbytes), self.staging_bytes)
         messages = [parcel[0] if len(parcel) == 1 else torch.cat(parcel) for parcel in parcels]
-        calls = [partial(dist.all_reduce, message, group=self.group, async_op=True) for message in messages]
+        calls = [
+            partial(dist.all_reduce, message, op=operation, group=self.group, async_op=True) for message in messages
+        ]
         parts = self._start_all(description, calls, self.group)
 
         def unpack() -> None:
             for parcel, message in zip(parcels, messages, strict=True):
                 if len(parcel) > 1:
                     torch._foreach_copy_(parcel, torch.split(message, [len(each) for each in parcel]))
-            if finish is not None:
-                finish()
+            finish()
 
         return Exchange(description, self.timeout_s, parts, entry, unpack, keep=messages)
-
-    def _parcels(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What is one call: where each call costs more than copying what is small, all small tensors of a dtype."""
-        if self.backend == "nccl":
-            return [[tensor] for tensor in tensors]  # see `_start_all`
-        alone, packed = [], dict[torch.dtype, list[Tensor]]()
-        for tensor in tensors:
-            if tensor.nbytes > _PACKED_BYTES:
-                alone.append([tensor])
-            else:
-                packed.setdefault(tensor.dtype, []).append(tensor)
-        return [*alone, *packed.values()]
 
     def _start_all(
         self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
@@ -273,6 +278,33 @@ class Collectives(Agreements, ABC):
             tensor.copy_(values)
 
 
+def in_parcels(
+    items: Sequence[Item], sizes: Callable[[Item], tuple[torch.dtype, int]], most_bytes: int
+) -> list[list[Item]]:
+    """What travels in one message: a large item, or several small ones of a dtype; the same on every rank.
+
+    Args:
+        items: to be sent.
+        sizes: dtype and number of bytes of an item.
+        most_bytes: of several items in one message.
+    """
+    alone: list[list[Item]] = []
+    packed: list[list[Item]] = []
+    open_ones: dict[torch.dtype, tuple[list[Item], int]] = {}
+    for item in items:
+        dtype, num_bytes = sizes(item)
+        if num_bytes > _PACKED_BYTES:
+            alone.append([item])
+            continue
+        parcel, packed_bytes = open_ones.get(dtype, ([], most_bytes))
+        if packed_bytes + num_bytes > most_bytes:
+            parcel, packed_bytes = [], 0
+            packed.append(parcel)
+        parcel.append(item)
+        open_ones[dtype] = parcel, packed_bytes + num_bytes
+    return alone + packed
+
+
 def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
     """output = left + right, in the dtype of `output`, which may be `left`, or `right` if the two have the same dtype."""
     if output.dtype == left.dtype:
@@ -281,7 +313,7 @@ def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
     return output.add_(right)
 
 
-def divide(sums: Tensor, divisor: int) -> None:
-    """sums / divisor, in place."""
-    if divisor != 1:
-        sums.div_(divisor)
+def divide(sums: Sequence[Tensor], divisor: int) -> None:
+    """Each of the sums / divisor, in place."""
+    if divisor != 1 and sums:
+        torch._foreach_div_(list(sums), divisor)

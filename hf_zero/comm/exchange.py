@@ -22,20 +22,21 @@ class Part:
     Attributes:
         work: torch's handle.
         peer: the rank that it depends on; None: all.
-        is_on_device: it runs on a GPU stream. Then the compute stream waits, and this process does not; passing torch a
-            timeout would block this process. The process group's own watchdog finds a late peer.
+        follow: it runs on a GPU stream. Then the compute stream waits, and this process does not; passing torch a timeout
+            would block this process. This is called with a description and the timeout in seconds instead.
     """
 
     work: dist.Work
     peer: int | None
-    is_on_device: bool = False
+    follow: Callable[[str, float], None] | None = None
 
-    def wait(self, timeout: datetime.timedelta) -> None:
+    def wait(self, description: str, timeout_s: float) -> None:
         """Wait, or make the compute stream wait."""
-        if self.is_on_device:
-            self.work.wait()
+        if self.follow is None:
+            self.work.wait(datetime.timedelta(seconds=timeout_s))
         else:
-            self.work.wait(timeout)
+            self.work.wait()
+            self.follow(description, timeout_s)
 
 
 class Exchange:
@@ -67,11 +68,10 @@ class Exchange:
         if self._is_done:
             return
         started = time.perf_counter()
-        timeout = datetime.timedelta(seconds=self._timeout_s)
         while self._parts:  # what is complete is not waited for again, should `finish` be interrupted
             part = self._parts[-1]
             try:
-                part.wait(timeout)
+                part.wait(self._description, self._timeout_s)
             except RuntimeError as error:
                 raise named(error, self._description, part.peer, self._timeout_s) from error
             self._parts.pop()

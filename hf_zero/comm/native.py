@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
 
 
@@ -53,6 +53,8 @@ class NativeCollectives(Collectives):
         calls: list[Callable[[], dist.Work | None]] = []
         keep, copies, received = [], [], 0
         description = self._describe("reduce_scatter", unit)
+        operation, rest = self._operation(divisor)
+        reduce = partial(torch_compat.reduce_scatter_single, op=operation, group=self.group, async_op=True)
         for item, output in zip(items, outputs, strict=True):
             layout = item.layout
             if not layout.chunk_numel:
@@ -64,15 +66,14 @@ class NativeCollectives(Collectives):
             if output.numel() != layout.chunk_numel:
                 chunk = output.new_empty(layout.chunk_numel)
                 copies.append((output, chunk[: output.numel()]))
-            calls.append(partial(torch_compat.reduce_scatter_single, chunk, padded, group=self.group, async_op=True))
+            calls.append(partial(reduce, chunk, padded))
             keep.append((padded, chunk))
             received += padded.nbytes - chunk.nbytes
 
         def finish() -> None:
             for output, chunk in copies:
                 output.copy_(chunk)
-            if divisor != 1 and outputs:
-                torch._foreach_div_(list(outputs), divisor)
+            divide(outputs, rest)
 
         parts = self._start_all(description, calls, self.group)
         entry = self.ledger.add("reduce_scatter", unit, received)

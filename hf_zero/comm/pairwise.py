@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.comm.collectives import Collectives, Rows, add, divide
+from hf_zero.comm.collectives import Collectives, Rows, add, divide, in_parcels
 from hf_zero.comm.exchange import Exchange, Part
 
-_ALONE_BYTES = 8 * 2**10
 _SMALLEST_STAGING = 64 * 2**10  # bytes; a smaller limit would cost more in messages than it saves
 _PART_NUMEL = 2**16  # elements added up at a time
 
@@ -28,7 +27,7 @@ class PairwiseCollectives(Collectives):
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
-        parcels = _parcels(items)
+        parcels = self._parcels(items)
         description, tags = self._describe("gather", unit), self._tags("gather", unit, len(parcels))
         parts, received = [], 0
         arrivals: list[tuple[list[Tensor], Tensor]] = []
@@ -59,7 +58,7 @@ class PairwiseCollectives(Collectives):
         so that peers depend only on this call being made, as with any exchange, and not on when its result is waited for.
         """
         output_of = {id(item): output for item, output in zip(items, outputs, strict=True)}
-        parcels = [cut for parcel in _parcels(items) for cut in self._cut(parcel, output_of)]
+        parcels = [cut for parcel in self._parcels(items) for cut in self._cut(parcel, output_of)]
         description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(parcels))
         peers_rows = sum(output.numel() * item.flat.itemsize for item, output in zip(items, outputs, strict=True))
         entry = self.ledger.add("reduce_scatter", unit, peers_rows * (self.num_ranks - 1))
@@ -72,6 +71,10 @@ class PairwiseCollectives(Collectives):
             del parts, add_up  # frees this round's rows before those of the next round arrive
         parts, add_up = self._receive_round(description, last, divisor)
         return Exchange(description, self.timeout_s, parts + sends, entry, add_up, keep=items)
+
+    def _parcels(self, items: Sequence[Rows]) -> list[list[Rows]]:
+        most_bytes = self._staging_limit // self.num_ranks  # every peer's part of a parcel arrives at once
+        return in_parcels(items, lambda i: (i.flat.dtype, i.layout.chunk_numel * i.flat.itemsize), most_bytes)
 
     def _cut(self, parcel: list[Rows], output_of: dict[int, Tensor]) -> list[list[_Piece]]:
         """Cut a parcel into pieces that each fit into `staging_bytes`, alike on every rank; small parameters stay whole."""
@@ -172,17 +175,6 @@ def _lands_in_output(parcel: list[_Piece]) -> bool:
     return len(parcel) == 1 and parcel[0].item.flat.dtype == parcel[0].output.dtype
 
 
-def _parcels(items: Sequence[Rows]) -> list[list[Rows]]:
-    """What travels in one message: a large parameter, or all small ones of a dtype; the same on every rank."""
-    alone, packed = [], dict[torch.dtype, list[Rows]]()
-    for item in items:
-        if item.layout.chunk_numel * item.flat.itemsize > _ALONE_BYTES:
-            alone.append([item])
-        else:
-            packed.setdefault(item.flat.dtype, []).append(item)
-    return [*alone, *packed.values()]
-
-
 def sum_in_order(output: Tensor, terms: Sequence[Tensor], divisor: int) -> None:
     """output = (((t0 + t1) + t2) + ...) / divisor; `output` may be one of the first two terms, or wider than all terms."""
     # One part at a time, so that it stays in the cache until it is divided.
@@ -190,4 +182,4 @@ def sum_in_order(output: Tensor, terms: Sequence[Tensor], divisor: int) -> None:
         total = first
         for other in others:
             total = add(total, other, part)
-        divide(part, divisor)
+        divide([part], divisor)

@@ -200,6 +200,6 @@ def reduce_scatter(
             for values in each.terms.values():
                 unpack(wire, values, room)
                 each.output.add_(room)
-            divide(each.output, divisor)
+            divide([each.output], divisor)
 
     return _Then(exchange, finish)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import wire
-from hf_zero.comm.collectives import Rows, divide
+from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameter import ZeroParameter, as_dtype
 from hf_zero.engine.schedule import ReductionOrder
@@ -189,7 +189,7 @@ class Reducer:
         if sharded:
             exchanges.append(self._reduce_rows(sharded, outputs, unit.name))
         if summed:
-            exchanges.append(self.world.data.all_reduce(summed, unit.name))
+            exchanges.append(self.world.data.all_reduce(summed, unit.name, self._divisor))
         self._in_flight.append(_InFlight(unit.name, num_bytes, exchanges, results))
 
     def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
@@ -226,7 +226,8 @@ class Reducer:
             self._add(item)
             return
         rows = [rows for p, rows, _ in item.results if p.is_sharded]
-        self._between_replicas.append(replace(item, exchanges=[self.world.replicas.all_reduce(rows, item.unit)]))
+        exchange = self.world.replicas.all_reduce(rows, item.unit, self._divisor)
+        self._between_replicas.append(replace(item, exchanges=[exchange]))
         while len(self._between_replicas) > 1:
             self._complete_replicas()
 
@@ -235,15 +236,10 @@ class Reducer:
         item = self._between_replicas.popleft()
         for exchange in item.exchanges:
             exchange.wait()
-        for p, rows, _ in item.results:
-            if p.is_sharded:
-                divide(rows, self._divisor)
         self._add(item)
 
     def _add(self, item: _InFlight) -> None:
         for p, rows, is_used in item.results:
-            if not p.is_sharded:
-                divide(rows, self._divisor)
             if is_used:
                 p.add_grad(rows)
             elif id(p) in self._unused:

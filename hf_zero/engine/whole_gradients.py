@@ -121,7 +121,8 @@ class WholeReducer:
         self._under_way.append((self._all_reduce(parts), parts))
 
     def _all_reduce(self, parts: list[_Part]) -> Exchange:
-        return self._world.data.all_reduce([part.flat for part in parts], "gradients")
+        data = self._world.data
+        return data.all_reduce([part.flat for part in parts], "gradients", data.num_ranks)
 
     def finish(self, num_steps: int) -> None:
         """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`.
@@ -205,7 +206,6 @@ class WholeReducer:
         while self._under_way:
             exchange, parts = self._under_way[0]
             exchange.wait()
-            torch._foreach_div_([part.flat for part in parts], self._world.data.num_ranks)
             for part in parts:
                 part.put_back(id(part.parameter) in wanted)
             self._under_way.pop(0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.comm import measure as measuring
 from hf_zero.comm.axis import cells_of
-from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.collectives import Collectives, Rows, in_parcels
 from hf_zero.comm.exchange import Exchange, Part
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
@@ -177,8 +177,8 @@ def test_staging_of_a_large_gradient_is_bounded_whatever_its_size(num_ranks: int
         assert peak < budget + widened + 1000
 
 
-def _coalesced(coalesces: bool) -> tuple[list[Tensor], int]:
-    """What a gather and a reduction of several parameters give, and how many launches they take together."""
+def _coalesced(coalesces: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    """What a gather and sums of several parameters give, averages of them, and how many launches all of these take."""
     collectives = _make("native")
     assert isinstance(collectives, NativeCollectives)
     launches: list[dist.ProcessGroup] = []
@@ -189,28 +189,32 @@ def _coalesced(coalesces: bool) -> tuple[list[Tensor], int]:
 
     coalesced = torch_compat.coalesced
     if coalesces:
-        collectives.backend = "nccl"  # gloo can do it as well
+        collectives.backend = "nccl"  # gloo can do it as well, but for averages
     rank, layouts = collectives.rank, _layouts(collectives.num_ranks)
     items = [Rows(_padded(_values(rank, i, layout, torch.float32), layout), layout) for i, layout in enumerate(layouts)]
     outputs = [torch.empty(layout.local_numel(rank)) for layout in layouts]
     gradients = [Rows(item.flat[: item.layout.numel].clone(), item.layout) for item in items]
-    with mock.patch.object(torch_compat, "coalesced", count):
+    with (
+        mock.patch.object(torch_compat, "coalesced", count),
+        mock.patch.object(dist.ReduceOp, "AVG", dist.ReduceOp.SUM),
+    ):
         collectives.gather(items, "unit").wait()
         collectives.reduce_scatter(gradients, outputs, "unit", divisor=2).wait()
         sums = [_values(rank, i, layout, torch.float32) for i, layout in enumerate(layouts)]
-        collectives.all_reduce(sums, "unit").wait()
-    return [item.flat for item in items] + outputs + sums, len(launches)
+        collectives.all_reduce(sums, "unit", divisor=8).wait()
+    return [item.flat for item in items] + sums, outputs, len(launches)
 
 
 def _padded(values: Tensor, layout: RowLayout) -> Tensor:
     return torch.nn.functional.pad(values, (0, layout.padded_numel - layout.numel))
 
 
-def test_native_collectives_of_a_unit_are_one_launch_where_the_backend_coalesces() -> None:
+def test_native_collectives_of_a_unit_are_one_launch_where_the_backend_coalesces_and_averages() -> None:
     apart, together = run_ranks(_coalesced, 2, False), run_ranks(_coalesced, 2, True)
-    for (expected, none), (found, launches) in zip(apart, together, strict=True):
+    for (expected, averages, none), (found, left_to_nccl, launches) in zip(apart, together, strict=True):
         assert (none, launches) == (0, 3)
         assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+        assert all(torch.equal(2 * left, right) for left, right in zip(averages, left_to_nccl, strict=True))
 
 
 def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
@@ -481,7 +485,7 @@ def test_process_groups_stay_while_a_rank_uses_them() -> None:
 def _packed(num_small: int) -> int:
     """Messages of one gather of `num_small` small parameters and a large one."""
     collectives = _make("pairwise")
-    layouts = [RowLayout((8, 4), collectives.num_ranks)] * num_small + [RowLayout((300, 100), collectives.num_ranks)]
+    layouts = [RowLayout((8, 4), collectives.num_ranks)] * num_small + [RowLayout((400, 100), collectives.num_ranks)]
     exchange = collectives.gather([Rows(torch.zeros(layout.padded_numel), layout) for layout in layouts], "unit")
     num_messages = len(exchange._parts)
     exchange.wait()
@@ -491,6 +495,13 @@ def _packed(num_small: int) -> int:
 def test_small_parameters_travel_in_one_message() -> None:
     assert run_ranks(_packed, 2, 0) == [2, 2]  # one sent, one received
     assert run_ranks(_packed, 2, 9) == [4, 4]
+
+
+def test_a_parcel_is_no_larger_than_what_may_be_held_of_the_peers() -> None:
+    sizes = {"a": 60, "b": 60, "c": 10, "large": 2**17, "half": 80, "d": 50}
+    dtypes = {"half": torch.float16}
+    parcels = in_parcels(list(sizes), lambda name: (dtypes.get(name, torch.float32), sizes[name]), 100)
+    assert parcels == [["large"], ["a"], ["b", "c"], ["half"], ["d"]]
 
 
 class _Recorded:
@@ -504,8 +515,9 @@ class _Recorded:
 
 
 def test_waiting_for_work_on_a_device_does_not_stop_the_process() -> None:
-    host, device = _Recorded(), _Recorded()
-    parts = [Part(host, None), Part(device, None, is_on_device=True)]  # type: ignore[arg-type]
+    host, device, followed = _Recorded(), _Recorded(), list[tuple[str, float]]()
+    parts = [Part(host, None), Part(device, None, lambda *given: followed.append(given))]  # type: ignore[arg-type]
     Exchange("gather of 'unit'", 3.0, parts).wait()
     assert host.waits == [(datetime.timedelta(seconds=3),)]  # torch blocks the process when it is given a time
     assert device.waits == [()]
+    assert followed == [("gather of 'unit'", 3.0)]

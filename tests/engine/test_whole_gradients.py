@@ -191,10 +191,10 @@ def _order() -> tuple[list[str], list[int]]:
         events.append("gradient")
         arrived(self, *args)
 
-    def note_exchange(tensors: list[Tensor], unit: str) -> Any:
+    def note_exchange(tensors: list[Tensor], unit: str, divisor: int) -> Any:
         events.append("exchange")
         sizes.append(len(tensors))
-        return all_reduce(tensors, unit)
+        return all_reduce(tensors, unit, divisor)
 
     with (
         mock.patch.object(WholeReducer, "arrived", note_arrival),

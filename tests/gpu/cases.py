@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import random
 import sys
@@ -25,6 +26,7 @@ from hf_zero import torch_compat
 from hf_zero.bench.models import config_of
 from hf_zero.checkpoint.background import BackgroundSaves
 from hf_zero.checkpoint.optimizer_state import source_of
+from hf_zero.comm import watch
 from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import meta_model, shapes_of
@@ -245,6 +247,29 @@ def background(device: torch.device) -> dict[str, Any]:
     return {"bytes kept": saves.kept_bytes}
 
 
+def late(device: torch.device) -> dict[str, Any]:
+    """A rank that does not come to an evaluation is named: in the log on a device, which cannot raise, else in an error."""
+    model = make_model(_LLAMA).to(device)
+    zero.shard_model(model, {"stage": 3, **_BLOCKS, "timeout_s": 3})
+    _train(model, device, range(2))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    watch.logger.addHandler(handler)
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(6)
+        with torch.no_grad():
+            float(model(**_batch(2, dist.get_rank(), device)).loss)
+    except zero.CollectiveError as error:
+        assert device.type == "cpu"
+        said.append(str(error))
+    finally:
+        watch.logger.removeHandler(handler)
+    assert dist.get_rank() == 1 or "waited 3 s for rank 1 in gather of" in said[0], said
+    return {"said": said[:1]}
+
+
 def memory(device: torch.device) -> dict[str, Any]:
     """Peak memory of a step beside the formula's; compared on a device, which counts its own."""
     name, found = "llama-125m", {}
@@ -279,7 +304,7 @@ def memory(device: torch.device) -> dict[str, Any]:
 
 CASES_OF_TWO: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each
-    for each in (parity, syncs, delays, recomputation, bf16, compiled, moved, resume, background, memory)
+    for each in (parity, syncs, delays, recomputation, bf16, compiled, moved, resume, background, late, memory)
 }
 NEED_A_FOLDER = ("resume",)
 

@@ -120,7 +120,7 @@ class HostMemory(Collectives):
                 last = min(first + step, stop)
                 piece = output[first - start : last - start]
                 self._sum_piece(item.flat, addresses, first, last, piece)
-                divide(piece, divisor)
+                divide([piece], divisor)
 
     def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
         """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of the tensors of this host's ranks."""

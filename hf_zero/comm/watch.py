@@ -1,0 +1,137 @@
+"""Exchanges that are stuck on a device, where nothing can be raised: a thread says which, and which ranks have not come.
+
+[Note: stuck on a device] An exchange on a device makes the compute stream wait, and not the process, which runs ahead until it
+needs a result, and then waits somewhere inside torch. So an event is put behind each exchange, and a thread looks at the first
+that has not passed. Halfway through the time limit it writes into the program's store what this rank waits for; at the limit
+it reads what the others have written, and logs who is missing. The process group's watchdog ends the process later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero import torch_compat
+from hf_zero.comm.exchange import named
+from hf_zero.errors import CollectiveError
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """An event behind an exchange.
+
+    Attributes:
+        event: passes when the exchange is complete.
+        what: the exchange.
+        since: when the event was recorded, by the monotonic clock.
+        timeout_s: that the exchange may take.
+    """
+
+    event: torch.Event
+    what: str
+    since: float
+    timeout_s: float
+
+
+class Watch:
+    """The exchanges of a process group on a device.
+
+    Args:
+        group: its name, the same on all of its ranks and on no others.
+        ranks: of the group, as they are numbered in the program.
+        own: this rank.
+        device: where they run.
+    """
+
+    def __init__(self, group: str, ranks: Sequence[int], own: int, device: torch.device) -> None:
+        self._group, self._ranks, self._own, self._device = group, ranks, own, device
+        self._marks: deque[_Mark] = deque()
+        self._passed_at = 0.0  # when the mark before the first was seen to have passed
+        self._written: str | None = None
+        self._has_told = False
+        self._thread: threading.Thread | None = None
+
+    def follow(self, what: str, timeout_s: float) -> None:
+        """The current stream has just been made to wait for an exchange.
+
+        Args:
+            what: the exchange, for errors.
+            timeout_s: that it may take, from the time that the one before it was complete.
+        """
+        event = torch.Event(self._device)
+        event.record()
+        self._marks.append(_Mark(event, what, time.monotonic(), timeout_s))
+        if self._thread is None:
+            self._thread = threading.Thread(target=_look, args=(weakref.ref(self),), name="hf_zero watch", daemon=True)
+            self._thread.start()
+
+    def look(self) -> None:
+        """Forget what has passed, and tell of the first exchange that has not, if it is late."""
+        while self._marks and self._marks[0].event.query():
+            self._marks.popleft()
+            self._passed_at = time.monotonic()
+            self._write(None)
+            self._has_told = False
+        if not self._marks or self._has_told:
+            return
+        mark = self._marks[0]
+        waited_s = time.monotonic() - max(mark.since, self._passed_at)
+        if waited_s > mark.timeout_s / 2:
+            self._write(_without_number(mark.what))
+        if waited_s > mark.timeout_s:
+            self._has_told = True
+            logger.error("%s", self._error_of(mark))
+
+    def _write(self, what: str | None) -> None:
+        """Let the others know what this rank waits for; None: nothing any more."""
+        if what == self._written:
+            return
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+            store, key = torch_compat.program_store(), self._key(self._own)
+            if what is None:
+                store.delete_key(key)
+            else:
+                store.set(key, what)
+        self._written = what
+
+    def _error_of(self, mark: _Mark) -> CollectiveError:
+        what, cause, absent = _without_number(mark.what), "timed out on the device", list[int]()
+        try:
+            store = torch_compat.program_store()
+            for rank in self._ranks:
+                is_there = rank == self._own or store.check([self._key(rank)])
+                theirs = what if rank == self._own or not is_there else store.get(self._key(rank)).decode()
+                if not is_there or theirs != what:
+                    absent.append(rank)
+                if theirs != what:
+                    cause += f"; rank {rank} waits in {theirs}"
+        except RuntimeError as error:
+            cause += f"; the others cannot be asked: {error}"
+        return named(RuntimeError(cause), mark.what, absent or None, mark.timeout_s)
+
+    def _key(self, rank: int) -> str:
+        return f"hf_zero watch {self._group} {rank}"
+
+
+def _without_number(what: str) -> str:
+    """Ranks count the exchanges of all kinds together, and each one may interleave the kinds in its own way."""
+    return what.split(" (exchange ")[0]
+
+
+def _look(watch_of: weakref.ref[Watch]) -> None:
+    while (watch := watch_of()) is not None:
+        watch.look()
+        del watch
+        time.sleep(_LOOKS_EVERY_S)

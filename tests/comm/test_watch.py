@@ -1,0 +1,142 @@
+"""Exchanges that are stuck on a device: the log names them, and the ranks that have not come. Its events are made up here."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm import watch
+from hf_zero.comm.axis import cells_of
+from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.select import make_collectives
+from hf_zero.layout import RowLayout
+from tests.ranks import run_ranks
+
+_LIMIT_S = 1.0
+
+
+class _Event:
+    """An event that passes when it is told to."""
+
+    passes = threading.Event()
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+
+    def record(self) -> None:
+        self.has_passed = self.passes
+
+    def query(self) -> bool:
+        return self.has_passed.is_set()
+
+
+@contextmanager
+def _watched() -> Iterator[tuple[Collectives, list[str]]]:
+    """Collectives whose exchanges are taken to run on a device, and what is logged of them."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    watch.logger.addHandler(handler)
+    _Event.passes = threading.Event()
+    ranks = [rank for (rank,) in cells_of(None, 1)[0]]
+    collectives = make_collectives("native", ranks, torch.device("cpu"), 30.0, Ledger())
+    collectives._watch._device = torch.device("cuda", 0)
+    collectives.timeout_s = _LIMIT_S
+    try:
+        with mock.patch.object(torch, "Event", _Event), mock.patch.object(watch, "_LOOKS_EVERY_S", 0.05):
+            yield collectives, said
+    finally:
+        watch.logger.removeHandler(handler)
+
+
+def _stuck(units: list[str | None]) -> list[str]:
+    """What this rank logs, where each rank waits in the gather of a unit, or does not."""
+    with _watched() as (collectives, said):
+        unit = units[dist.get_rank()]
+        if unit is not None:
+            number = 7 + dist.get_rank()  # they may have interleaved the kinds differently
+            collectives._watch.follow(f"gather of {unit!r} (exchange {number})", _LIMIT_S)
+        time.sleep(2 * _LIMIT_S)
+        collectives.meet("the end")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [
+        (
+            ["a", "a", None],
+            ["waited 1 s for rank 2 in gather of 'a' (exchange 7)", "for rank 2 in gather of 'a'", None],
+        ),
+        (["a", "a", "b"], ["for rank 2 in", "for rank 2 in", "waited 1 s for ranks 0, 1 in gather of 'b'"]),
+        (["a", "a", "a"], ["waited 1 s for its peers in gather of 'a'"] * 3),
+    ],
+)
+def test_who_has_not_come_is_named_once(units: list[str | None], expected: list[str | None]) -> None:
+    for said, words in zip(run_ranks(_stuck, 3, units), expected, strict=True):
+        assert len(said) == int(words is not None)
+        assert words is None or words in said[0]
+        if "b" in units and words == "for rank 2 in":
+            assert "rank 2 waits in gather of 'b'" in said[0]
+
+
+def _slow() -> tuple[list[str], list[str], int]:
+    """What is logged where all are slow but come, and then one stays alone; and how many events are kept."""
+    with _watched() as (collectives, said):
+        collectives._watch.follow("gather of 'a'", _LIMIT_S)
+        time.sleep(0.75 * _LIMIT_S)
+        _Event.passes.set()
+        time.sleep(0.75 * _LIMIT_S)
+        nothing, num_kept = list(said), len(collectives._watch._marks)
+        _Event.passes = threading.Event()
+        collectives.meet("all are there")
+        if dist.get_rank() == 0:
+            collectives._watch.follow("gather of 'a'", _LIMIT_S)
+        time.sleep(1.5 * _LIMIT_S)
+        collectives.meet("the end")
+    return nothing, said, num_kept
+
+
+def test_what_was_slow_is_forgotten() -> None:
+    (nothing, alone, num_kept), (_, silent, _) = run_ranks(_slow, 2)
+    assert not nothing and not silent and not num_kept
+    assert "for rank 1 in gather of 'a'" in alone[0]
+
+
+def _followed() -> tuple[bool, int]:
+    with _watched() as (collectives, _):
+        collectives.device = torch.device("cuda", 0)
+        layout = RowLayout((4, 2), collectives.num_ranks)
+        flat = torch.full((8,), float(dist.get_rank()))
+        exchange = collectives.gather([Rows(flat, layout)], "unit")
+        before = len(collectives._watch._marks)
+        exchange.wait()
+        return not before and bool((flat.view(2, 4) == torch.tensor([[0.0], [1.0]])).all()), len(
+            collectives._watch._marks
+        )
+
+
+def test_exchanges_on_a_device_are_followed_from_where_they_are_waited_for() -> None:
+    assert run_ranks(_followed, 2) == [(True, 1)] * 2
+
+
+def _dropped() -> bool:
+    """Whether nothing keeps collectives that were watched."""
+    with _watched() as (collectives, _):
+        collectives._watch.follow("gather of 'a'", _LIMIT_S)
+        thread = collectives._watch._thread
+        del collectives
+    assert thread is not None
+    thread.join(5)
+    return not thread.is_alive()
+
+
+def test_the_thread_ends_with_what_it_watches() -> None:
+    assert all(run_ranks(_dropped, 2))
