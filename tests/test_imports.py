@@ -139,3 +139,28 @@ def test_every_public_name_can_be_imported() -> None:
         assert getattr(hf_zero, name).__name__ == name
     with pytest.raises(AttributeError, match="no_such"):
         _ = hf_zero.no_such
+
+
+# Functions of torch that make a tensor on the default device, which is the user's to set.
+_FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in _modules() if not name.startswith("bench")])
+def test_tensors_are_made_on_a_device_that_is_named(name: str) -> None:
+    for node in ast.walk(ast.parse(_modules()[name].read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FACTORIES:
+            is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            assert not is_torch or any(each.arg == "device" for each in node.keywords), f"{name}: line {node.lineno}"

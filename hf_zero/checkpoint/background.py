@@ -54,7 +54,9 @@ class BackgroundSaves:
             rows = torch_compat.local_of(source.rows)
             kept = self._kept.get(name)
             if kept is None or kept.shape != rows.shape or kept.dtype != rows.dtype:
-                kept = self._kept[name] = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=is_on_device)
+                kept = self._kept[name] = torch.empty(
+                    rows.shape, dtype=rows.dtype, pin_memory=is_on_device, device="cpu"
+                )
             kept.copy_(rows, non_blocking=is_on_device)
             copies[name] = replace(source, rows=kept)
         if is_on_device:

@@ -275,13 +275,13 @@ class _Written:
 
     def __init__(self, window: Window, ranks: _Ranks, mail: Mail) -> None:
         self.window, self._ranks = window, ranks
-        self._bytes = _Bytes(window, torch.empty(window.stop - window.start, dtype=torch.uint8))
+        self._bytes = _Bytes(window, torch.empty(window.stop - window.start, dtype=torch.uint8, device="cpu"))
         self._parts = ranks.parts(window)
         self._arriving: list[tuple[Exchange, Tensor, _Parts]] = []
         for peer in ranks.peers:
             parts = ranks.held(self._parts, peer, ranks.rank)
             if parts:
-                room = torch.empty(_num_bytes(parts), dtype=torch.uint8)
+                room = torch.empty(_num_bytes(parts), dtype=torch.uint8, device="cpu")
                 self._arriving.append((mail.receive(room, peer), room, parts))
 
     def receive(self) -> None:
@@ -347,7 +347,7 @@ def _exchange_what_is_read(
                 for window in windows[peer][number : number + 1]:
                     own = ranks.held(ranks.parts(window), ranks.rank)
                     if own:
-                        room = torch.empty(_num_bytes(own), dtype=torch.uint8)
+                        room = torch.empty(_num_bytes(own), dtype=torch.uint8, device="cpu")
                         mail.receive(room, peer).wait()
                         for _, part, values in _split(room, own):
                             ranks.memory.view(part).copy_(values)

@@ -61,7 +61,7 @@ def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str]
         key = _identity(value)
         if key not in gathered:
             whole = gather_whole(value, world) if isinstance(value, DTensor) else value.detach()
-            gathered[key] = whole.cpu() if keep else torch.empty(0)
+            gathered[key] = whole.cpu() if keep else torch.empty(0, device="cpu")
         if keep:
             state[name] = gathered[key]
     return state

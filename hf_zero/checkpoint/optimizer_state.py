@@ -205,7 +205,7 @@ class _Found:
             for full, (info, layout) in tensors.items():
                 if full not in self.sources:
                     self.infos[full] = info
-                    self.sources[full] = Source(torch.empty(0, dtype=info.dtype), layout)
+                    self.sources[full] = Source(torch.empty(0, dtype=info.dtype, device="cpu"), layout)
 
 
 def _is_cut(param: Tensor) -> bool:
@@ -296,7 +296,7 @@ class LoadedState:
                 raise CheckpointError(
                     f"{path}: group {number} holds other parameters than this optimizer's: {other[0]}"
                 )
-        known: dict[str, Tensor] = {tensor.name: torch.empty(0) for tensor in self.file.tensors}
+        known: dict[str, Tensor] = {tensor.name: torch.empty(0, device="cpu") for tensor in self.file.tensors}
         for values in (*(group["options"] for group in self._content["groups"]), *self._content["numbers"].values()):
             for value in values.values():
                 from_json(value, torch.device("cpu"), known, type(_inner(self._optimizer)))

@@ -77,21 +77,25 @@ class Agreements:
             CollectiveError: a rank did not arrive in time, or arrived with another label or number of values.
         """
         limit = timeout_s or self.timeout_s
-        own = torch.tensor([zlib.crc32(label.encode()), len(values), *values[:_WITH_LABEL]], dtype=torch.int64)
+        own = torch.tensor(
+            [zlib.crc32(label.encode()), len(values), *values[:_WITH_LABEL]], dtype=torch.int64, device="cpu"
+        )
         head = torch.cat([own, own.new_zeros(2 + _WITH_LABEL - len(own))])
         heads = self._swap(head, label, limit)
         if not torch.equal(heads[:, :2], own[:2].expand(self.num_ranks, 2)):
             self._refuse_another(label, len(values), limit)
         rows: list[list[int]] = heads[:, 2 : 2 + len(values)].tolist()
         if len(values) > _WITH_LABEL:
-            rest = self._swap(torch.tensor(list(values[_WITH_LABEL:]), dtype=torch.int64), label, self.timeout_s)
+            rest = self._swap(
+                torch.tensor(list(values[_WITH_LABEL:]), dtype=torch.int64, device="cpu"), label, self.timeout_s
+            )
             rows = [first + more for first, more in zip(rows, rest.tolist(), strict=True)]
         return rows
 
     def _refuse_another(self, label: str, count: int, timeout_s: float) -> NoReturn:
         """Raise on every rank, naming what another rank is at; called by all, since all have seen that something differs."""
         name = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
-        own = torch.tensor([count, zlib.crc32(label.encode()), *name], dtype=torch.int64)
+        own = torch.tensor([count, zlib.crc32(label.encode()), *name], dtype=torch.int64, device="cpu")
         names = self._swap(own, label, timeout_s)
         peer = next(rank for rank, other in enumerate(names) if not torch.equal(other, own))
         theirs = bytes(names[peer, 2:].to(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
@@ -164,7 +168,7 @@ class Agreements:
         """Let what the ranks are waiting for fail now: gloo closes a group's connections when a wait in it takes too long."""
         for peer in self._peers():
             try:
-                never_sent = torch.empty(1, dtype=torch.int64)
+                never_sent = torch.empty(1, dtype=torch.int64, device="cpu")
                 self.axis.control_group.recv([never_sent], peer, 2**31 - 1).wait(datetime.timedelta(milliseconds=1))
             except RuntimeError as error:
                 if is_late(error):

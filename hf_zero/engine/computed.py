@@ -48,5 +48,5 @@ class _MeanGradient(torch.autograd.Function):
         values = own.detach().reshape(-1).double().tolist()
         # As messages of an agreement, which stand beside the reductions in any order, and name a rank that has none.
         by_rank = ctx.world.everyone.agree_on_floats(values, "the gradient of a value computed from parameters")
-        mean = torch.tensor(by_rank, dtype=torch.float64).sum(0).div_(len(by_rank))
+        mean = torch.tensor(by_rank, dtype=torch.float64, device="cpu").sum(0).div_(len(by_rank))
         return mean.to(own.device, own.dtype).view(own.shape), None

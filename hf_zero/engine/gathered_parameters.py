@@ -92,6 +92,7 @@ class GatheredParameters:
         self._params = list({id(param): param for param in chosen}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._gathered: list[_Gathered] = []
+        self._plain: list[tuple[Tensor, World]] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> GatheredParameters:
@@ -99,6 +100,8 @@ class GatheredParameters:
             for param in self._params:
                 if isinstance(param, DTensor):
                     self._open(param, stack)  # type: ignore[arg-type]
+                else:
+                    self._note_plain(param)
             stack.enter_context(implicit_replication())
             self._stack = stack.pop_all()
         return self
@@ -106,10 +109,7 @@ class GatheredParameters:
     def _open(self, param: nn.Parameter, stack: contextlib.ExitStack) -> None:
         assert isinstance(param, DTensor)
         world = world_that_cut(param)
-        if self._modifier_rank is not None and not 0 <= self._modifier_rank < world.num_ranks:
-            raise UsageError(
-                f"modifier_rank={self._modifier_rank}, but there are ranks 0 to {world.num_ranks - 1} only"
-            )
+        self._check_modifier(world)
         _check_not_in_use(param)
         cut = world.cut_of(param)
         whole = nn.Parameter(gather_whole(param), requires_grad=param.requires_grad)
@@ -126,15 +126,33 @@ class GatheredParameters:
         stack.callback(_put_back, places, whole, param)
         stack.enter_context(torch_compat.replaced_by_whole(param, whole.detach()))
 
+    def _note_plain(self, param: Tensor) -> None:
+        """A parameter that is whole on every rank, in stage 0: the modifier's values still have to reach the others."""
+        worlds = [engine.world for engine in live_engines() if engine.find(param) is not None]
+        world = next(iter(worlds), vars(param).get("_zero_world"))  # an engine's, or that of a model without one yet
+        if world is not None and self._modifier_rank is not None:
+            self._check_modifier(world)
+            self._plain.append((param, world))
+
+    def _check_modifier(self, world: World) -> None:
+        if self._modifier_rank is not None and not 0 <= self._modifier_rank < world.num_ranks:
+            raise UsageError(
+                f"modifier_rank={self._modifier_rank}, but there are ranks 0 to {world.num_ranks - 1} only"
+            )
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
         items, self._gathered = self._gathered, []
+        plain, self._plain = self._plain, []
         if kind is not None:
             return  # the ranks may have left at different points, so nothing is written back
         with torch.no_grad():
             changed = [item.param for item in items if self._write_back(item)]
+            for param, world in plain:
+                assert self._modifier_rank is not None
+                world.broadcast(param.data, "whole parameters", self._modifier_rank)
         for engine in live_engines():
             engine.on_rows_changed(p for p in map(engine.find, changed) if p is not None)
 

@@ -162,7 +162,7 @@ def _try(
     shape = (8,) * like.ndim
 
     def draw() -> Tensor:
-        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(like.device, like.dtype)
 
     one, other = nn.Parameter(draw()), nn.Parameter(draw() * scale)
     start = one.detach().clone()

@@ -125,7 +125,7 @@ def _difference(optimizer: Any, group: dict[str, Any], has_closure: bool) -> str
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> Tensor:
-        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(like.device, like.dtype)
 
     starts = [draw(), draw()]
     wholes = [nn.Parameter(start.clone()) for start in starts]
@@ -180,7 +180,7 @@ def _step(
     def closure() -> Tensor:
         for param, slope in zip(params, slopes, strict=True):
             param.grad = slope + 0.1 * param.detach() if has_closure else slope.clone()
-        return sum((param.detach().float().sum() for param in seen), torch.zeros(()))
+        return sum((param.detach().float().sum() for param in seen), torch.zeros((), device="cpu"))
 
     closure()
     step_of(tried)(tried, *([closure] if has_closure else []))
@@ -189,7 +189,7 @@ def _step(
 def _step_in_pieces(tried: Any, pieces: list[nn.Parameter], slopes: list[Tensor], has_closure: bool) -> None:
     for piece, slope in zip(pieces, slopes, strict=True):
         piece.grad = slope + 0.1 * piece.detach() if has_closure else slope.clone()
-    result = sum((piece.detach().float().sum() for piece in pieces), torch.zeros(()))
+    result = sum((piece.detach().float().sum() for piece in pieces), torch.zeros((), device="cpu"))
     own = {key: value for key, value in vars(tried).items() if key not in ("state", "param_groups")}
     options = {key: value for key, value in tried.param_groups[0].items() if key != "params"}
     one: Any = None

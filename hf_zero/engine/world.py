@@ -255,7 +255,11 @@ class World(Axes):
         """Rank 0's `value` on every rank, pickled; the others' values do not matter."""
         data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
         lengths = self.everyone.agree([len(data)], what)
-        text = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(lengths[0][0], dtype=torch.uint8)
+        text = (
+            torch.frombuffer(data, dtype=torch.uint8)
+            if data
+            else torch.empty(lengths[0][0], dtype=torch.uint8, device="cpu")
+        )
         self.broadcast(text, what)
         return pickle.loads(text.numpy().tobytes())
 

@@ -217,7 +217,7 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
             raise CheckpointError(f"not all ranks see {folder}: stages are written to a folder that they share")
     whole = template.state_dict()
     for name in wanted - sources.keys():
-        sources[name] = Source(torch.empty(0, dtype=whole[name].dtype), layouts[name])
+        sources[name] = Source(torch.empty(0, dtype=whole[name].dtype, device="cpu"), layouts[name])
     write_plan(plan, sources, folder, everyone)
 
 

@@ -24,7 +24,7 @@ def share_random_state(world: World) -> None:
         states.append(torch.get_device_module(world.device).get_rng_state())
     data = pickle.dumps(states)
     lengths = world.tensor.agree([len(data)], "random states")
-    text = torch.empty(lengths[0][0], dtype=torch.uint8)
+    text = torch.empty(lengths[0][0], dtype=torch.uint8, device="cpu")
     if world.tensor.rank == 0:
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     world.tensor.broadcast(text, 0, "random states")

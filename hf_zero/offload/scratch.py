@@ -77,7 +77,7 @@ class Scratch:
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor at a place; it keeps the file alive."""
         alias = self._bytes.untyped_storage()[offset : offset + math.prod(shape) * dtype.itemsize]
-        return torch.empty(0, dtype=dtype).set_(alias, 0, shape, row_major(shape))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(alias, 0, shape, row_major(shape))
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`."""
@@ -240,4 +240,6 @@ class Slot:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in it."""
-        return torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, shape, row_major(shape))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(
+            self._storage, offset // dtype.itemsize, shape, row_major(shape)
+        )

@@ -53,8 +53,8 @@ def shard_model(
     ranks in step.
 
     Args:
-        model: any module, on one device, not wrapped. A model on the CPU is moved to this process's accelerator if the process
-            group exchanges nothing on CPUs (NCCL).
+        model: any module, on one device, not wrapped. A model on the CPU is moved to this process's accelerator, if there is
+            one and the process group is not gloo's alone.
         config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names (a model made under
             `Init` needs none).
         mesh: the ranks: one axis, over which parameters are cut, or two, of which the first is for replicas (as
@@ -165,8 +165,7 @@ def attach_late(model: nn.Module, world: World) -> None:
     """Make a model that was partitioned while it was made get its engine at its first forward."""
     world.models.add(model)
     for param in model.parameters():
-        if isinstance(param, DTensor):
-            param._zero_world = world  # type: ignore[attr-defined]
+        param._zero_world = world  # type: ignore[attr-defined]
     handle = model.register_load_state_dict_pre_hook(CutStateDict(world))  # type: ignore[no-untyped-call]
     hook = Hook(LateEngine(world, load_handle=handle), copied_as=LateEngine(world))
     model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -315,9 +314,9 @@ def move_to(model: nn.Module, device: torch.device) -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the ranks of a model will have it: where it is, if they can exchange tensors there; else on their accelerators."""
+    """Where the ranks will have a model: a CPU's on their accelerators, unless the group is for CPUs; others where they are."""
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     group = default_group()
-    if group is None or torch_compat.exchanges_on(group, device):
+    if group is None or (device.type != "cpu" and torch_compat.exchanges_on(group, device)):
         return device
     return default_device()

@@ -162,7 +162,8 @@ def spoil(chosen: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stage", "is_late"), [(2, 1, False), (2, 2, True), (2, 3, False), (2, 3, True), (3, 3, False)]
+    ("num_ranks", "stage", "is_late"),
+    [(2, 0, False), (2, 0, True), (2, 1, False), (2, 2, True), (2, 3, False), (2, 3, True), (3, 3, False)],
 )
 def test_changes_are_written_back(num_ranks: int, stage: int, is_late: bool) -> None:
     """In stages 1 and 2 the forward afterwards shows that the other ranks' whole copies are new too."""

@@ -838,3 +838,34 @@ def test_gradients_under_no_sync_are_cleared_by_fused_optimizers() -> None:
     optimizer.zero_grad(set_to_none=False)
     assert not any(param.grad.to_local().any() for param in twins.model.parameters())
     twins.step()
+
+
+# ---- the default device ----------------------------------------------------------------------------------------------
+
+
+def _on_host(rank: int, step: int) -> Tensor:
+    with torch.device("cpu"):
+        return batch(rank, step)
+
+
+def _net_on_host() -> nn.Module:
+    with torch.device("cpu"):
+        return Net()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@_EXCHANGES
+@on_ranks(2)
+def test_tensors_that_say_no_device_are_the_users_only(stage: int, collectives: str) -> None:
+    with torch.device("meta"):
+        twins = Twins(stage, _net_on_host, draw=_on_host, collectives=collectives)
+        twins.step(2)
+        torch.nn.utils.clip_grad_norm_(twins.model.parameters(), 1.0)
+        with zero.GatheredParameters(twins.model.head, modifier_rank=0):
+            if twins.rank == 0:
+                twins.model.head.weight.data.mul_(2)
+        with torch.no_grad():
+            twins.reference.head.weight.mul_(2)
+        twins.step()
+        twins.model.load_state_dict(twins.model.state_dict())
+        twins.step()

@@ -155,13 +155,18 @@ def test_requires_grad_that_differs_between_ranks_raises_on_all(stage: int, when
         square_loss(model, batch(dist.get_rank(), 0)).backward()
 
 
-@pytest.mark.parametrize(("has_gloo", "expected"), [(True, "cpu"), (False, "meta")])
-def test_model_is_moved_from_where_its_ranks_exchange_nothing(
-    monkeypatch: pytest.MonkeyPatch, has_gloo: bool, expected: str
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("gloo", "cpu"), ("nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1"), (None, "cpu")]
+)
+def test_model_on_the_cpu_goes_to_the_accelerator_unless_its_ranks_are_cpus(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(sharding, "default_group", object)
-    monkeypatch.setattr(sharding, "default_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(sharding.torch_compat, "exchanges_on", lambda group, device: has_gloo)
+    monkeypatch.setattr(sharding, "default_group", lambda: None if backend is None else object())
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     assert sharding._device_of(Net()) == torch.device(expected)
 
 

@@ -146,7 +146,7 @@ class _Entry:
             self.folder.stored(index)
 
         def read() -> Tensor:
-            whole = torch.empty(shape, dtype=dtype)
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
             for index, chunk in zip(indices, info.chunks, strict=True):
                 part = self.folder.load(index)
                 if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != dtype:

@@ -134,7 +134,7 @@ def number(value: Any, what: str) -> Any:
 
 def step_number(value: Any, what: str) -> Any:
     """A count of steps as torch's optimizers keep it: a tensor of one float."""
-    return number(value if isinstance(value, Tensor) else torch.tensor(float(value)), what)
+    return number(value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu"), what)
 
 
 def options_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class _Parcels:
         rows: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             chosen = [index for index, output in enumerate(outputs) if output.dtype == dtype]
-            self.messages.append(torch.empty(sum(lengths[index] for index in chosen), dtype=dtype))
+            self.messages.append(torch.empty(sum(lengths[index] for index in chosen), dtype=dtype, device="cpu"))
             parts = torch.split(self.messages[-1], [lengths[index] for index in chosen])
             rows.update(zip(chosen, parts, strict=True))
         self.rows = [rows[index] for index in range(len(items))]

@@ -125,7 +125,7 @@ class HostMemory(Collectives):
     def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
         """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of the tensors of this host's ranks."""
         if not self._scratch:  # two buffers, because the first two terms may both be peers'
-            self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
+            self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
         terms = []
         for place, rank in enumerate(self._mates):
             if rank == self.rank:
@@ -186,7 +186,7 @@ class HostCollectives(HostMemory):
 
         def finish(numbers: dict[int, array[int]]) -> None:
             for peer, values in numbers.items():
-                rows[peer] = torch.tensor(values)
+                rows[peer] = torch.tensor(values, device="cpu")
 
         lane = self._board.lanes["agreement"]
         description = self._describe("agreement", label)

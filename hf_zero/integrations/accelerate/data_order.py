@@ -47,7 +47,7 @@ def restore_order(loader: Any, order: Mapping[str, Any], number: int, is_first: 
         sampler.set_epoch(order["epoch"])
         return
     if generator is not None and "generator" in order:
-        generator.set_state(torch.tensor(list(bytes.fromhex(order["generator"])), dtype=torch.uint8))
+        generator.set_state(torch.tensor(list(bytes.fromhex(order["generator"])), dtype=torch.uint8, device="cpu"))
     if is_first and (generator is not None or isinstance(sampler, RandomSampler)):
         logger.warning(
             "loader %d shuffles in an order that cannot be repeated in the middle of an epoch: train with "
