@@ -36,8 +36,8 @@ def make_collectives(
 ) -> Collectives:
     """Exchanges over these ranks, which all call this together, because it creates process groups.
 
-    "auto" measures the candidates (once for the same ranks) and takes the fastest. "host" falls back to "pairwise", with a
-    warning, if ranks cannot share memory.
+    "auto" measures the candidates (once for the same ranks) and takes the fastest. "host" falls back, with a warning, to
+    "pairwise" if ranks cannot share memory, and to "native" on a device.
 
     Args:
         choice: as in `ZeroConfig.collectives`.
@@ -45,6 +45,9 @@ def make_collectives(
         device: where the exchanged tensors live.
         timeout_s: seconds that a single exchange may take.
         ledger: counts the exchanges.
+
+    Raises:
+        ConfigError: "pairwise" on a device, or ranks have another choice.
     """
     if len(ranks) == 1:
         return AloneCollectives(ranks[0], device, ledger)
@@ -67,14 +70,18 @@ def _make(choice: str, axis: Axis) -> Collectives:
                 f"rank {axis.ranks[axis.rank]} has collectives: {choice}, but rank {axis.ranks[rank]} has another choice: "
                 f"check the configuration, and the environment variable {COLLECTIVES_VARIABLE}"
             )
+    if choice == "pairwise" and pairwise.backend != "gloo":
+        raise ConfigError(
+            f"collectives: pairwise runs on gloo, but {pairwise.backend} serves the parameters on {axis.device.type}: use "
+            f"native, or auto, which takes it there (the environment variable {COLLECTIVES_VARIABLE} says what auto stands for)"
+        )
     if choice in _BY_NAME:
         return _BY_NAME[choice](axis)
     candidates, reason = _candidates(pairwise, axis)
     if choice == "auto":
         return measure.fastest(candidates)
     if candidates[0].name != "host":
-        logger.warning("collectives: host cannot be had here, so ranks exchange pairwise: %s", reason)
-        return pairwise
+        logger.warning("collectives: host cannot be had here, but %s: %s", candidates[0].name, reason)
     return candidates[0]
 
 

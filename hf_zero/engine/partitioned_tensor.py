@@ -164,10 +164,8 @@ class PartitionedTensor(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if has_torch_function_unary(
-            self
-        ):  # a mode, as under `Init`, where parameters are whole to whoever touches them
-            handle_torch_function(torch._C.TensorBase.data.__set__, (self,), self, value)  # type: ignore[attr-defined]
+        if has_torch_function_unary(self):  # a mode: a default device, or `Init`'s, which shows parameters whole
+            handle_torch_function(_set_data, (self,), self, value)
             return
         if value.shape != self.shape or value.dtype != self.dtype:
             raise UsageError(
@@ -310,6 +308,18 @@ def _as_view(result: DTensor, base: PartitionedTensor) -> PartitionedTensor:
         or (own.numel() == 0) != (local.numel() == 0)
     )
     return view
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """What modes of torch see of `tensor.data = value`: by its names torch's own, which knows no property of a subclass."""
+    if isinstance(tensor, PartitionedTensor):
+        tensor.data = value
+    else:
+        _set_data.__self__.__set__(tensor, value)  # type: ignore[attr-defined]
+
+
+_set_data.__name__ = "__set__"
+_set_data.__self__ = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
 class ComputedScalar(PartitionedTensor):

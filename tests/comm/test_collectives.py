@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.comm import measure as measuring
+from hf_zero.comm import select
 from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows, in_parcels
 from hf_zero.comm.exchange import Exchange, Part
@@ -438,6 +439,29 @@ def _other_choice() -> str:
 def test_another_choice_on_one_rank_is_an_error_on_all() -> None:
     for rank, message in enumerate(run_ranks(_other_choice, 2)):
         assert f"rank {rank} has collectives:" in message and "HF_ZERO_COLLECTIVES" in message
+
+
+def _on_a_device(choice: str) -> tuple[str, list[str]]:
+    """What is made where NCCL serves the parameters, and what is said of it."""
+    said: list[str] = []
+    with (
+        mock.patch.object(torch_compat, "backend_on", lambda *_: "nccl"),
+        mock.patch.object(select.logger, "warning", lambda text, *words: said.append(text % words)),
+    ):
+        ranks = [rank for (rank,) in cells_of(None, 1)[0]]
+        try:
+            name = make_collectives(choice, ranks, torch.device("cpu"), 20.0, Ledger()).name
+        except ConfigError as error:
+            name = str(error)
+    return name, said
+
+
+def test_on_a_device_it_is_native_or_an_error() -> None:
+    assert run_ranks(_on_a_device, 2, "auto") == [("native", [])] * 2
+    for name, (said,) in run_ranks(_on_a_device, 2, "host"):
+        assert name == "native" and "host cannot be had here, but native" in said
+    for name, said in run_ranks(_on_a_device, 2, "pairwise"):
+        assert "pairwise runs on gloo, but nccl serves" in name and not said
 
 
 def _nobody() -> bool:
