@@ -88,6 +88,7 @@ class ZeroConfig:
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
         reduce_dtype: dtype in which gradients are added up across ranks; "auto": the compute dtype.
         gradient_reduction: whether gradients are averaged or summed over the ranks.
+        broadcast_buffers: whether buffers become those of rank 0 after each backward that exchanges; as under DDP.
         collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
             ranks swaps what the other needs), "host" (ranks of a host share memory, hosts swap pairwise; CPU only). "auto"
             takes the fastest on gloo, measured once when training starts, and "native" elsewhere.
@@ -102,9 +103,8 @@ class ZeroConfig:
             leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
         tp_size: ranks next to each other that share every layer (tensor parallelism of transformers) and see the same batch;
             what each of them holds is cut over the others. The model must have a plan for it.
-        optimizer_on: what optimizers step on: "rows" of each rank, which is right for elementwise ones alone; "whole"
-            parameters, each on the one rank that is its owner; "auto": rows for those known (or marked by
-            `mark_elementwise`) to be elementwise, and whole parameters for all others.
+        optimizer_on: what optimizers step on: "rows", which is right for elementwise ones alone; "whole" parameters, each on
+            one rank; "auto": rows for those known (or marked by `mark_elementwise`) to be elementwise, else whole ones.
         expected_world_size: ranks that the run must have; None: any number.
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
         checkpoint_files: "shared" files of checkpoints are written by several ranks, each its bytes; "per_writer": no file is
@@ -128,6 +128,7 @@ class ZeroConfig:
     master_dtype: Literal["auto", "float32"] = "float32"
     reduce_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     gradient_reduction: Literal["mean", "sum"] = "mean"
+    broadcast_buffers: bool = True
     collectives: Literal["auto", "native", "pairwise", "host"] = "auto"
     timeout_s: float = 120.0
     reduce_scatter: bool | Literal["to_owner"] = True
@@ -340,6 +341,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "master_dtype": partial(values.dtype, words=("auto", "float32")),
     "reduce_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16", "float16")),
     "gradient_reduction": partial(values.word, words=("mean", "sum")),
+    "broadcast_buffers": values.boolean,
     "collectives": values.collectives,
     "timeout_s": values.seconds,
     "reduce_scatter": values.reduce_scatter,

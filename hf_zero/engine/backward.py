@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.accumulation import Accumulation, add_up
+from hf_zero.engine.buffers import Buffers
 from hf_zero.engine.call import Call, Entry, check_not_outdated
 from hf_zero.engine.gathering import Gathering
 from hf_zero.engine.param_hooks import post_accumulate_hooks
@@ -71,6 +72,7 @@ class Backward:
     """The backward passes of one model, one after the other.
 
     Args:
+        model: as a whole.
         world: the ranks.
         parameters: all of the model.
         gathering: its units.
@@ -81,7 +83,7 @@ class Backward:
         anchor: an input of all graphs that hold gathered parameters, so that their functions run.
     """
 
-    def __init__(self, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
+    def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
         self.session: _Session | None = None
         self.entries: list[Entry] = []
         self.anchor = torch.zeros((), device=world.device, requires_grad=True)
@@ -91,6 +93,7 @@ class Backward:
         self._ways = ways(parameters, world)
         self._trained = parameters
         self._same_gradients = SameGradients(world)
+        self._buffers = Buffers(model, world)
         self._watchable = [p for p in parameters if self._is_to_be_watched(p)]
         self._watched: set[int] = set()
         self._handles: list[Any] = []
@@ -163,6 +166,8 @@ class Backward:
         self.session = None
         session.give_back()
         self._finish(session)
+        if session.has_gradients and self._is_syncing:
+            self._buffers.even_out()
         self.gathering.drop()
         if self._world.tensor.num_ranks > 1 and session.has_gradients and session.gradients.reducer is not None:
             self._same_gradients.check(self.gathering.num_steps, [(p.name, p.param) for p in self._trained])
@@ -316,8 +321,8 @@ class Backward:
 class PlainBackward(Backward):
     """Where nothing is partitioned (stage 0 in one dtype): autograd adds the gradients up, and they are averaged in buckets."""
 
-    def __init__(self, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
-        super().__init__(world, parameters, gathering)
+    def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
+        super().__init__(model, world, parameters, gathering)
         self._reducer = WholeReducer(parameters, world)
 
     def _is_to_be_watched(self, p: ZeroParameter) -> bool:

@@ -86,7 +86,7 @@ class ZeroEngine:
             self.activations = PartitionedActivations(world, world.config.activations)
             self._inputs = SameInputs(world)
             make_backward = PlainBackward if self._is_plain() else Backward
-            self.backward = make_backward(world, self.parameters, self.gathering)
+            self.backward = make_backward(model, world, self.parameters, self.gathering)
             self._build(model)
         _live_engines.add(self)
         world.models.add(model)

@@ -287,7 +287,7 @@ def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, 
 
 
 def broadcast_buffers(model: nn.Module, world: World, known: Collection[int]) -> None:
-    """Give every rank the buffers of rank 0, once; they are not kept equal afterwards."""
+    """Give every rank the buffers of rank 0; `engine.buffers` does it for what changes in training."""
     for name, buffer in model.named_buffers():
         if id(buffer) not in known:
             world.broadcast(buffer, name)

@@ -23,6 +23,7 @@ from hf_zero.engine.optimizers import rebind_optimizer
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, world_of_accelerator
 from hf_zero.integrations.accelerate.data_order import continue_epoch
+from hf_zero.integrations.accelerate.ddp_options import with_ddp_options
 from hf_zero.integrations.accelerate.precision import scale_loss, with_mixed_precision
 from hf_zero.integrations.accelerate.tensor_axis import (
     also_on_cpus,
@@ -107,7 +108,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 f"ZeroAccelerator cannot be combined with {self.distributed_type.value}: remove its plugin"
             )
         self.zero_plugin = plugin
-        self._zero_config = with_mixed_precision(config, self.mixed_precision)
+        self._zero_config = with_ddp_options(with_mixed_precision(config, self.mixed_precision), self.ddp_handler)
         scale_loss(self, self._zero_config)
         self._zero_mesh = self.zero_plugin.mesh or (None if tensor_size > 1 else _mesh_of(self, given))
         if tensor_size > 1:

@@ -126,7 +126,10 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     make()
     if config is None:
         return
-    config = args.zero_config = _with_tensor_axis(with_mixed_precision(config, args.mixed_precision), args)
+    config = _with_tensor_axis(with_mixed_precision(config, args.mixed_precision), args)
+    if args.ddp_broadcast_buffers is not None:
+        config = config.replace(broadcast_buffers=args.ddp_broadcast_buffers)
+    args.zero_config = config
     _take_full_eval(args, config)
     _ = args.device  # starts the process group
     init.activate(config, args.device)

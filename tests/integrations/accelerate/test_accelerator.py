@@ -13,7 +13,9 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
+from accelerate.utils import DDPCommunicationHookType
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -328,6 +330,9 @@ def refuse_all() -> dict[str, tuple[str, str]]:
     accelerator.prepare(model, optimizer)
     CASE.loss(model, CASE.batch(0, dist.get_rank())).backward()
     errors["mistake"] = refused(lambda: zero.ZeroPlugin(stage=4))
+    plugin = zero.ZeroPlugin(stage=1)
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    errors["comm_hook"] = refused(lambda: zero.ZeroAccelerator(zero_plugin=plugin, kwargs_handlers=[hook]))
     return errors
 
 
@@ -337,11 +342,30 @@ def test_refusals_are_errors_on_all_ranks() -> None:
     words = {
         "strange_optimizer": ("PartitionError", "belongs to no prepared model"),
         "mistake": ("ConfigError", "stage"),
+        "comm_hook": ("ConfigError", "comm_hook='bf16' of DistributedDataParallelKwargs belongs to DDP"),
     }
     assert first.keys() == words.keys()
     for name, (kind, text) in words.items():
         assert first[name][0] == kind, (name, first[name])
         assert text in first[name][1], (name, first[name])
+
+
+def options_of_ddp() -> list[bool]:
+    options: list[list[Any]] = [
+        [],
+        [DistributedDataParallelKwargs()],
+        [DistributedDataParallelKwargs(broadcast_buffers=False)],
+    ]
+    found = []
+    for handlers in options:
+        accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=1), kwargs_handlers=handlers)
+        model = accelerator.prepare(make_model(CASE))
+        found.append(zero.engine_of(model).world.config.broadcast_buffers)  # type: ignore[union-attr]
+    return found
+
+
+def test_buffers_are_broadcast_unless_ddps_options_say_not_to() -> None:
+    assert run_ranks(options_of_ddp, RANKS) == [[True, True, False]] * RANKS
 
 
 def clip_by_the_largest() -> list[float]:

@@ -1012,6 +1012,7 @@ def read_deepspeed(folder: str) -> dict[str, Any]:
         "stage": args.zero_config.stage,
         "dtype": args.zero_config.compute_dtype,
         "agrees": make(learning_rate=0.003, gradient_accumulation_steps=3).learning_rate,
+        "buffers": [make(ddp_broadcast_buffers=each).zero_config.broadcast_buffers for each in (None, True, False)],
         "contradicts": error_of(lambda: make(learning_rate=0.1)),
     }
 
@@ -1027,6 +1028,7 @@ def test_a_deepspeed_file_sets_the_arguments_that_it_names(folder: str) -> None:
         "weight_decay": 0.02,
     }
     assert (found["stage"], found["dtype"], found["agrees"]) == (2, "bfloat16", 0.003)
+    assert found["buffers"] == [True, True, False]
     kind, text = found["contradicts"]
     assert kind == "ConfigError"
     assert "learning_rate is 0.003 in the DeepSpeed configuration but 0.1 in the arguments" in text
