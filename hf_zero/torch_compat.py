@@ -134,6 +134,23 @@ def agree_on_every_overflow() -> None:
     handlers[op] = for_each_placement
 
 
+@functools.cache
+def read_numbers_whole(meet: Callable[[DTensor], bool]) -> None:
+    """Let `.item()` of what ranks hold parts of (`p.grad.norm()`) be the whole number, where torch gives each rank its part.
+
+    Args:
+        meet: waits for the ranks that hold the other parts; False: it knows nothing of them, and torch goes on as ever.
+    """
+
+    def item(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor: DTensor = args[0]
+        if any(not placement.is_replicate() for placement in tensor.placements) and meet(tensor):
+            return cast(DTensor, tensor.detach()).full_tensor().item()
+        return tensor._local_tensor.item()
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
 def complete(tensor: Tensor) -> Tensor:
     """What a functional collective gives, as an ordinary tensor, once its exchange is over; any other as it is."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

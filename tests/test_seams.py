@@ -105,6 +105,7 @@ TORCH = [
         "agree_on_every_overflow: needed as long as only the first gradient is looked at",
     ),
     Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "agree_on_every_overflow"),
+    Seam(torch, "_local_scalar_dense", "", "read_numbers_whole"),
     Seam(DTensor, "_op_dispatcher", "", "agree_on_every_overflow"),
     Seam(
         torch.distributed.tensor._dispatch.OpDispatcher,

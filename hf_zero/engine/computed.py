@@ -13,10 +13,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hf_zero import torch_compat
 from hf_zero.engine.world import World, world_of
 from hf_zero.errors import UsageError
 
 _LARGEST_NUMEL = 4096  # their gradients are swapped between all pairs of ranks
+
+
+def read_numbers_whole() -> None:
+    """Let `p.grad.norm().item()` be the norm of the whole gradient from now on; all ranks ask for it."""
+    torch_compat.read_numbers_whole(_meet)
+
+
+def _meet(value: DTensor) -> bool:
+    world = world_of(value)
+    if world is not None and world.num_ranks > 1:
+        world.meet("a number computed from partitioned tensors (all ranks must ask for it)")
+    return world is not None
 
 
 def with_mean_gradient(value: DTensor, whole: Tensor) -> Tensor:

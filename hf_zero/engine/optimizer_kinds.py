@@ -49,6 +49,7 @@ _marked: weakref.WeakSet[type] = weakref.WeakSet()
 # Optimizers that cannot be run on a part of the parameters, and what they do.
 _LOOKS_ACROSS = {
     "LBFGS": "builds one search direction from all parameters",
+    "LoraFAOptimizer": "computes the step of one matrix of an adapter from the other",
 }
 _PROBE_STEPS = 16
 

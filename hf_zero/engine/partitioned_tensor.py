@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
+from hf_zero.engine import foreach
 from hf_zero.engine.computed import with_mean_gradient
 from hf_zero.engine.param_hooks import register
 from hf_zero.engine.world import own_rows, world_that_cut
@@ -65,6 +66,10 @@ def forget_owner(param: Tensor, owner: Owner) -> None:
     known = _owners.get(id(param))
     if known is not None and known() in (None, owner):
         del _owners[id(param)]
+
+
+# What torch says of operations that it cannot do on rows.
+_NEEDS_WHOLE = ("Sharding propagation failed", "unevenly sharded", "in-place operations that require placement changes")
 
 
 class PartitionedTensor(DTensor):
@@ -112,6 +117,8 @@ class PartitionedTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation as `DTensor` does, and tell the engine of what it changes."""
         kwargs = kwargs or {}
+        if foreach.mixes(func, args):
+            return foreach.apart(func, args, kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, PartitionedTensor)]
         if _needs_whole_matrices(func):
             raise UsageError(
@@ -130,13 +137,18 @@ class PartitionedTensor(DTensor):
             and (drawn := _draw_whole(func, args, kwargs, written)) is not None
         ):
             return drawn
-        run = _copy_each if func is torch.ops.aten._foreach_copy_.default else func
+        run = foreach.copy_each if func is torch.ops.aten._foreach_copy_.default else func
         plain_args, plain_kwargs = pytree.tree_map_only(PartitionedTensor, PartitionedTensor._plain, (args, kwargs))
         try:
             result = run(*plain_args, **plain_kwargs)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 _refuse_mix(given[0], str(func), error)
+            if any(words in str(error) for words in _NEEDS_WHOLE):
+                raise UsageError(
+                    f"{func} needs the whole of {given[0]._describe()}, which is partitioned: take its `.full_tensor()`, or "
+                    "compute inside `with zero.GatheredParameters(param):`"
+                ) from error
             raise
         if written:
             return written[0] if isinstance(result, Tensor) else result
@@ -256,12 +268,6 @@ class UnreducedGradient(DTensor):
         plain = pytree.tree_map_only(cls, lambda t: torch_compat.wrap_like(t._local_tensor, t), (args, kwargs or {}))
         result = func(*plain[0], **plain[1])
         return args[0] if isinstance(result, Tensor) and _writes_of(func) else result
-
-
-def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-    """`torch._foreach_copy_`, which torch has not for `DTensor`s."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=non_blocking)
 
 
 def _copy_whole(target: Tensor, source: Tensor) -> bool:

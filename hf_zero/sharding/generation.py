@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`generate`; all ranks call it, unless their parameters are whole anyway.
 
     Where memory allows (`gather_for_generation`), parameters are gathered once for all tokens, and each rank generates by
-    itself. Otherwise they are gathered for every token, and every rank goes on until all have finished.
+    itself. Otherwise they are gathered for every token, and every rank goes on until all have finished; a `generate` that is
+    not transformers' has to make as many tokens on every rank then.
 
     Raises:
         CollectiveError: a rank has not called it.
@@ -36,10 +38,20 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     world = world_of_model(self)
     if world is None or not world.config.policy.shards_parameters or _is_whole(self):
         return original(self, *args, **kwargs)
+    takes_it = _is_of_transformers(self)
     if not _gathers_once(self, world):
-        return original(self, *args, **kwargs | {"synced_gpus": True})
+        return original(self, *args, **(kwargs | {"synced_gpus": True} if takes_it else kwargs))
     with _whole(self):
-        return original(self, *args, **kwargs | {"synced_gpus": False})
+        return original(self, *args, **(kwargs | {"synced_gpus": False} if takes_it else kwargs))
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether `generate` is transformers' own, or hands on to it what it is given; not that of a model written by hand."""
+    parameters = inspect.signature(type(model).generate).parameters  # type: ignore[attr-defined]
+    if "synced_gpus" in parameters:
+        return True
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return takes_any and any(hasattr(module, "generation_config") for module in model.modules())
 
 
 def _engine_with(model: nn.Module) -> ZeroEngine | None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.comm.axis import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.computed import read_numbers_whole
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.float32_modules import find_modules
 from hf_zero.engine.grouping import Found, find_parameters, find_quantised, named_blocks
@@ -103,6 +104,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     check_offload(world)
     hear_of_steps()
     torch_compat.agree_on_every_overflow()
+    read_numbers_whole()
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
         refuse_parameters_in_lists(model)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft.optimizers.lorafa import LoraFAOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -300,12 +301,21 @@ def test_replicas_and_choices() -> None:
 
 def step_across(kind: str) -> None:
     model = make(3)
-    optimizer: Any = GlobalNorm(model.parameters()) if kind == "norm" else torch.optim.LBFGS(model.parameters())
+    if kind == "adapters":
+        names, params = zip(*model.named_parameters(), strict=True)
+        optimizer: Any = LoraFAOptimizer([{"params": params, "names": names, "scaling_factor": 1.0, "lr": 0.1}])
+    else:
+        optimizer = GlobalNorm(model.parameters()) if kind == "norm" else torch.optim.LBFGS(model.parameters())
     train(model, optimizer)
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("norm", "when another has another gradient"), ("lbfgs", "one search direction")]
+    ("kind", "why"),
+    [
+        ("norm", "when another has another gradient"),
+        ("lbfgs", "one search direction"),
+        ("adapters", "computes the step of one matrix of an adapter from the other"),
+    ],
 )
 def test_an_optimizer_that_looks_across_parameters_is_an_error(kind: str, why: str) -> None:
     for failure in run_ranks(step_across, 2, kind, expect_failure=True):

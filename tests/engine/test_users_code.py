@@ -870,3 +870,82 @@ def test_tensors_that_say_no_device_are_the_users_only(stage: int, collectives: 
         twins.step()
         twins.model.load_state_dict(twins.model.state_dict())
         twins.step()
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _numbers(model: nn.Module) -> list[float]:
+    """As training loops log them."""
+    found = []
+    for param in model.parameters():
+        found.append(param.grad.data.norm(2).item())
+        found.append(float(param.abs().max()))
+        found.append(param.detach().float().sum().item() + param.std().item() + float(param.grad.abs().max() > 0.01))
+        with torch.no_grad():
+            found.append((param.pow(2).sum() + 1).item())
+    return found
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_numbers_are_those_of_the_whole_tensor(stage: int) -> None:
+    twins = Twins(stage, timeout_s=20)
+    for _ in range(2):
+        twins.loss(twins.model, twins.own()).backward()
+        twins.backward_reference()
+        expected = _numbers(twins.reference)
+        assert _numbers(twins.model) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        twins.update()
+
+
+def _ask_alone() -> None:
+    twins = Twins(3, timeout_s=2.5)
+    twins.loss(twins.model, twins.own()).backward()
+    if twins.rank == 0:
+        twins.model.head.weight.grad.norm().item()
+    time.sleep(3.5)
+
+
+def test_a_number_that_one_rank_asks_for_is_an_error_that_says_so() -> None:
+    failure, _ = run_ranks(_ask_alone, 2, expect_failure=True)
+    assert "waited 2.5 s for rank 1 in agreement of 'a number computed from partitioned tensors" in failure.message
+
+
+# ---- lists of parameters and buffers ---------------------------------------------------------------------------------
+
+
+def _with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def _values_of(model: nn.Module) -> list[Tensor]:
+    return [value for value in model.state_dict().values() if value.is_floating_point()]
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_averages_of_parameters_and_buffers_together(stage: int) -> None:
+    torch.manual_seed(0)
+    plain = _with_statistics()
+    model = copy.deepcopy(plain)
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    pairs = [(each, copy.deepcopy(each)) for each in (plain, model)]
+    for each, average in pairs:
+        with torch.no_grad():
+            torch._foreach_mul_(_values_of(each), 1.5)
+            torch._foreach_lerp_(_values_of(average), _values_of(each), 0.25)
+            torch._foreach_add_(_values_of(average), torch._foreach_mul(_values_of(each), 2.0), alpha=0.5)
+    for left, right in zip(_values_of(pairs[0][1]), _values_of(pairs[1][1]), strict=True):
+        torch.testing.assert_close(whole(right), left)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_what_needs_whole_tensors_says_so(stage: int) -> None:
+    model = _with_statistics()
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    weight = model[0].weight.detach()
+    for code in (lambda: torch.allclose(weight, weight), lambda: weight.flatten()):
+        with pytest.raises(zero.UsageError, match=r"needs the whole of parameter '0.weight'.*full_tensor"):
+            code()

@@ -180,3 +180,61 @@ def test_a_rank_generates_alone_inside_gathered_parameters() -> None:
         if dist.get_rank() == 0:
             assert torch.equal(generated(model), generated(plain))
     assert torch.equal(generated(model), generated(plain))
+
+
+class ByHand(nn.Module):
+    """A language model with a `generate` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(ids).cumsum(1)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x) * scale
+
+    def generate(self, ids: Tensor, count: int, **options: float) -> Tensor:
+        for _ in range(count):
+            ids = torch.cat([ids, self(ids, **options)[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+class Around(nn.Module):
+    """A model of transformers inside another one, which hands on what `generate` is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model(CASE)
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+    def generate(self, **given: Any) -> Tensor:
+        return self.inner.generate(**given)
+
+
+@pytest.mark.parametrize("is_once", [True, False])
+@on_ranks(2)
+def test_generate_written_by_hand_is_given_its_own_arguments(is_once: bool) -> None:
+    torch.manual_seed(0)
+    plain = ByHand()
+    model = copy.deepcopy(plain)
+    zero.shard_model(model, {"stage": 3, "gather_for_generation": is_once})
+    ids = torch.tensor([[1, 2]])
+    for options in ({}, {"scale": -1.0}):
+        expected = plain.generate(ids, 5, **options)
+        assert torch.equal(model.generate(ids, 5, **options), expected)
+
+
+@pytest.mark.parametrize("is_once", [True, False])
+@on_ranks(2)
+def test_generate_of_a_model_around_another_keeps_the_ranks_in_step(is_once: bool) -> None:
+    plain = Around()
+    model = copy.deepcopy(plain)
+    zero.shard_model(model, {"stage": 3, "gather_for_generation": is_once})
+    length = 4 + 3 * dist.get_rank()
+    assert torch.equal(generated(model, length), generated(plain, length))
