@@ -105,7 +105,8 @@ TORCH = [
         "agree_on_every_overflow: needed as long as only the first gradient is looked at",
     ),
     Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "agree_on_every_overflow"),
-    Seam(torch, "_local_scalar_dense", "", "read_numbers_whole"),
+    Seam(torch.ops.aten, "_local_scalar_dense", "", "read_numbers_whole"),
+    Seam(nn.Module, "__init__", "_non_persistent_buffers_set", "Buffers: what is saved with the model"),
     Seam(DTensor, "_op_dispatcher", "", "agree_on_every_overflow"),
     Seam(
         torch.distributed.tensor._dispatch.OpDispatcher,

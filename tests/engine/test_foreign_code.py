@@ -103,10 +103,10 @@ def _buffers(stage: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_buffers_start_as_those_of_rank_0_and_are_then_each_ranks_own(stage: int) -> None:
+def test_buffers_start_as_those_of_rank_0_and_are_again_after_a_backward(stage: int) -> None:
     (first, first_after), (second, second_after) = run_ranks(_buffers, 2, stage)
     assert torch.equal(first, torch.ones(5)) and torch.equal(second, first)
-    assert not torch.equal(first_after, second_after)
+    assert torch.equal(first_after, second_after) and not torch.equal(first_after, first)
 
 
 @ALL_STAGES
