@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -132,14 +133,22 @@ class LateEngine:
         self._made_in = made_in or {}  # a deep copy of a plain parameter forgets its attributes
         self._is_done = False
         self.known_buffers: Collection[int] = ()  # that the ranks have had from rank 0 before, by id
+        self.inside: list[Any] = []  # handles of the hooks of the model's parts
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Make the engine, and let it see this call, since its own hooks come too late for it."""
+        engine = self.start(module)
+        return None if engine is None else engine.enter_root_late(module, args, kwargs)
+
+    def start(self, module: nn.Module) -> ZeroEngine | None:
+        """Make the engine of a model, if none of its parameters has one."""
         if self._is_done or engine_of(module) is not None:
             return None
         if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
             return None  # inside `GatheredParameters`: the next forward outside makes the engine
         self._is_done = True
+        for handle in self.inside:
+            handle.remove()
         params = [found.param for found in find_parameters(module)]
         if not params or any(all(engine.find(p) is not None for p in params) for engine in live_engines()):
             return None  # a part of a model that has an engine
@@ -150,10 +159,28 @@ class LateEngine:
         for name, param in module.named_parameters():
             if name in self._made_in:
                 param._zero_made_in = self._made_in[name]  # type: ignore[attr-defined]
-        return start_engine(module, self.world, self.known_buffers).enter_root_late(module, args, kwargs)
+        return start_engine(module, self.world, self.known_buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateEngine:
         return LateEngine(self.world, self._made_in)
+
+
+class _LateInside:
+    """Forward pre-hook of a part of such a model, which some code calls by itself, or calls the model's `forward`."""
+
+    def __init__(self, model: nn.Module, late: LateEngine) -> None:
+        self._model = weakref.ref(model)
+        self._late = late
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Make the engine, and let its hooks of this part see this call."""
+        model, known = self._model(), set(module._forward_pre_hooks)
+        if model is None or self._late.start(model) is None:
+            return None
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if key not in known:
+                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        return args, kwargs
 
 
 def _is_late(model: nn.Module) -> bool:
@@ -169,8 +196,13 @@ def attach_late(model: nn.Module, world: World) -> None:
     for param in model.parameters():
         param._zero_world = world  # type: ignore[attr-defined]
     handle = model.register_load_state_dict_pre_hook(CutStateDict(world))  # type: ignore[no-untyped-call]
-    hook = Hook(LateEngine(world, load_handle=handle), copied_as=LateEngine(world))
+    late = LateEngine(world, load_handle=handle)
+    hook = Hook(late, copied_as=LateEngine(world))
     model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
+    if world.partitions:
+        inside = Hook(_LateInside(model, late))
+        late.inside += [part.register_forward_pre_hook(inside, with_kwargs=True, prepend=True) for part in parts]
 
 
 def engines_inside(model: nn.Module) -> list[ZeroEngine]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
@@ -27,7 +27,7 @@ import hf_zero
 from hf_zero.sharding import init
 from hf_zero.sharding.init import activate, disabled, is_left_whole, is_partitioned, leave_whole, undo
 from tests.models import CASES, AwkwardMLP, make_model
-from tests.ranks import RankFailure, run_alone, run_ranks
+from tests.ranks import RankFailure, on_ranks, run_alone, run_ranks
 from tests.sharding.test_construct import Problems, collect, differences
 from tests.sharding.test_loading import farthest, train
 
@@ -458,3 +458,28 @@ def moved_models() -> list[str]:
 def test_a_moved_model_is_still_that_of_its_own_ranks_and_configuration() -> None:
     for num_ranks in (1, 2):
         assert all(found == ["1", "3"] for found in run_ranks(moved_models, num_ranks))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_parts_of_a_loaded_model_and_its_forward_can_be_called_first(stage: int) -> None:
+    """As libraries do that put a model into one of their own."""
+    plain = make_model(CASES["bert"]).eval()
+    batch = CASES["bert"].batch(0, 0)
+    calls: list[Callable[[Any], Tensor]] = [
+        lambda model: model.bert(batch["input_ids"]).last_hidden_state,
+        lambda model: model.forward(**batch).logits,
+        lambda model: model.bert.encoder.layer[0](model.bert.embeddings(batch["input_ids"])),
+        lambda model: model(**batch).logits,
+    ]
+    for call in calls:
+        with hf_zero.Init({"stage": stage, "timeout_s": 20}):
+            model = make_model(CASES["bert"]).eval()
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(call(model), call(plain))
+        model(**batch).loss.backward()
+        plain.zero_grad()
+        plain(**batch).loss.backward()
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(left.grad.full_tensor(), right.grad)
