@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.checkpoint.background import WRITING_S
 from hf_zero.checkpoint.model_state import write_model
+from hf_zero.checkpoint.one_writer import save_on_first, world_of_whole
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
 from hf_zero.engine.world import World, world_of
@@ -99,7 +102,8 @@ def save_whole(
     """
     world = world_of_model(model)
     if world is None:
-        original(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        save = partial(original, save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        _save_plain(model, os.fspath(save_directory), save)
         return
     world.meet("save_pretrained (all ranks must call it)")
     writes = is_main_process and world.rank == 0
@@ -147,7 +151,16 @@ def _computed_with(model: nn.Module) -> list[nn.Parameter]:
     return list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
 
 
-def save_by_library(model: nn.Module, save: Callable[[], Any]) -> None:
+def _save_plain(model: nn.Module, place: str, save: Callable[[], Any]) -> None:
+    """Let a library save a model that is not partitioned: once, if several ranks have it."""
+    world = world_of_whole(model)
+    if world is None:
+        save()
+    else:
+        save_on_first(world, place, save, max(WRITING_S, world.config.timeout_s))
+
+
+def save_by_library(model: nn.Module, save: Callable[[], Any], place: str) -> None:
     """Let a library save a model in its own way, on rank 0, while every rank holds the whole model.
 
     For a `save_pretrained` that reads the model itself, see `saves_given_state`.
@@ -155,6 +168,7 @@ def save_by_library(model: nn.Module, save: Callable[[], Any]) -> None:
     Args:
         model: partitioned or not.
         save: writes the model.
+        place: where to.
 
     Raises:
         CollectiveError: a rank did not call it.
@@ -162,8 +176,8 @@ def save_by_library(model: nn.Module, save: Callable[[], Any]) -> None:
     """
     engine = engine_of(model)
     world = world_of_model(model) if engine is None else engine.world
-    if world is None:
-        save()
+    if world is None or not world.partitions:
+        _save_plain(model, place, save)
         return
     world.meet("save_pretrained (all ranks must call it)")
     limit_s = max(WRITING_S, world.config.timeout_s)

@@ -91,7 +91,8 @@ def _save_pretrained(
 
 def _save_pretrained_of_library(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """`save_pretrained` that reads the model itself; all ranks must call it."""
-    save_by_library(self, functools.partial(type(self).save_pretrained, self, *args, **kwargs))  # type: ignore[attr-defined]
+    save = functools.partial(type(self).save_pretrained, self, *args, **kwargs)  # type: ignore[attr-defined]
+    save_by_library(self, save, str(next(iter((*args, *kwargs.values())), "")))
 
 
 def _resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
