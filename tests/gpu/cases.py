@@ -100,8 +100,8 @@ def syncs(device: torch.device) -> dict[str, Any]:
         batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
         try:
             for step in range(4):
-                if device.type == "cuda" and step == 2:
-                    torch.cuda.set_sync_debug_mode("error")
+                if device.type != "cpu" and step == 2:
+                    torch.get_device_module(device).set_sync_debug_mode("error")
                 for micro, batch in enumerate(batches):
                     with model.no_sync() if micro == 0 else contextlib.nullcontext():  # type: ignore[operator]
                         model(**batch).backward()
@@ -109,8 +109,8 @@ def syncs(device: torch.device) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
         finally:
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
+            if device.type != "cpu":
+                torch.get_device_module(device).set_sync_debug_mode("default")
     return {}
 
 

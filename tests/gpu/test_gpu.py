@@ -1,5 +1,6 @@
-"""The same cases on a GPU (`pytest -m gpu -s tests/gpu`), and on CPU ranks, which tests the cases."""
+"""The same cases on a GPU (`pytest -m gpu -s tests/gpu`), on CPU ranks, and on a device that is simulated on CPUs (slow)."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,7 +50,17 @@ def test_cases_can_be_launched(tmp_path: Path) -> None:
     assert _launched("resume", tmp_path).startswith("resume: right")
 
 
-def _launched(name: str, tmp_path: Path) -> str:
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja"))), reason="nothing to build the device with")
+@pytest.mark.parametrize(
+    "name", [name for name in CASES_OF_TWO if name != "late"]
+)  # its exchanges make the process wait
+def test_on_a_simulated_device(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    built = {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.getbasetemp() / "built")}
+    assert _launched(name, tmp_path, "tests.gpu.simulated.run", built).startswith(f"{name}: right")
+
+
+def _launched(name: str, tmp_path: Path, module: str = "tests.gpu.cases", more: dict[str, str] | None = None) -> str:
     """Two processes on two GPUs, or on the one there is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -57,12 +68,12 @@ def _launched(name: str, tmp_path: Path) -> str:
     words = [
         sys.executable,
         "-m",
-        "tests.gpu.cases",
+        module,
         name,
         *([str(tmp_path / "state")] if name in NEED_A_FOLDER else []),
     ]
     ranks, logs = [], [tmp_path / f"rank{rank}" for rank in (0, 1)]
-    environment = {key: value for key, value in ENVIRONMENT.items() if key not in _DROPPED}
+    environment = {key: value for key, value in ENVIRONMENT.items() if key not in _DROPPED} | (more or {})
     for rank, log in enumerate(logs):
         own = environment | {
             "RANK": str(rank),
