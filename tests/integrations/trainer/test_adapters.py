@@ -21,6 +21,7 @@ from tests.ranks import run_alone, run_ranks
 _LOADER = {
     "llama": AutoModelForCausalLM,
     "gpt2": AutoModelForCausalLM,
+    "mixtral": AutoModelForCausalLM,
     "bert": AutoModelForSequenceClassification,
     "t5": AutoModelForSeq2SeqLM,
 }
