@@ -77,25 +77,21 @@ class Agreements:
             CollectiveError: a rank did not arrive in time, or arrived with another label or number of values.
         """
         limit = timeout_s or self.timeout_s
-        own = torch.tensor(
-            [zlib.crc32(label.encode()), len(values), *values[:_WITH_LABEL]], dtype=torch.int64, device="cpu"
-        )
+        own = _numbers([zlib.crc32(label.encode()), len(values), *values[:_WITH_LABEL]])
         head = torch.cat([own, own.new_zeros(2 + _WITH_LABEL - len(own))])
         heads = self._swap(head, label, limit)
         if not torch.equal(heads[:, :2], own[:2].expand(self.num_ranks, 2)):
             self._refuse_another(label, len(values), limit)
         rows: list[list[int]] = heads[:, 2 : 2 + len(values)].tolist()
         if len(values) > _WITH_LABEL:
-            rest = self._swap(
-                torch.tensor(list(values[_WITH_LABEL:]), dtype=torch.int64, device="cpu"), label, self.timeout_s
-            )
+            rest = self._swap(_numbers(list(values[_WITH_LABEL:])), label, self.timeout_s)
             rows = [first + more for first, more in zip(rows, rest.tolist(), strict=True)]
         return rows
 
     def _refuse_another(self, label: str, count: int, timeout_s: float) -> NoReturn:
         """Raise on every rank, naming what another rank is at; called by all, since all have seen that something differs."""
         name = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
-        own = torch.tensor([count, zlib.crc32(label.encode()), *name], dtype=torch.int64, device="cpu")
+        own = _numbers([count, zlib.crc32(label.encode()), *name])
         names = self._swap(own, label, timeout_s)
         peer = next(rank for rank, other in enumerate(names) if not torch.equal(other, own))
         theirs = bytes(names[peer, 2:].to(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
@@ -223,6 +219,10 @@ class Agreements:
             return Part((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
         except RuntimeError as error:
             raise named(error, description, self.ranks[peer], self.timeout_s) from error
+
+
+def _numbers(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from hf_zero.layout import RowLayout
 
 _PACKED_BYTES = 64 * 2**10  # a message costs more than copying this, and being copied from it
 
-
 Item = TypeVar("Item")
 
 

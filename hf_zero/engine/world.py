@@ -255,11 +255,7 @@ class World(Axes):
         """Rank 0's `value` on every rank, pickled; the others' values do not matter."""
         data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
         lengths = self.everyone.agree([len(data)], what)
-        text = (
-            torch.frombuffer(data, dtype=torch.uint8)
-            if data
-            else torch.empty(lengths[0][0], dtype=torch.uint8, device="cpu")
-        )
+        text = torch.frombuffer(data or bytearray(lengths[0][0]), dtype=torch.uint8)
         self.broadcast(text, what)
         return pickle.loads(text.numpy().tobytes())
 

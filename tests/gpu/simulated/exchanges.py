@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
-from torch import Tensor
+from torch import Tensor, library
 
 from hf_zero import torch_compat
 
@@ -44,7 +44,7 @@ class Exchanges:
     def __init__(self, host_of: Callable[[Tensor], Tensor]) -> None:
         self._host_of = host_of
         self._collected: list[Callable[[], _Started]] | None = None
-        self._library = torch.library.Library("_c10d_functional", "IMPL")
+        self._of_dtensors = library.Library("_c10d_functional", "IMPL")
         self._plain = {name: getattr(dist, name) for name in ("all_reduce", "reduce", "broadcast", "all_to_all")}
         for name, plain in self._plain.items():
             setattr(dist, name, self._either(plain, getattr(self, f"_{name}")))
@@ -53,9 +53,9 @@ class Exchanges:
         backend_on = torch_compat.backend_on
         torch_compat.backend_on = lambda group, device: "nccl" if device.type == "sim" else backend_on(group, device)
         torch_compat.coalesced = self._coalesced  # type: ignore[assignment]
-        for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"):  # of DTensors
-            self._library.impl(name, self._functional(getattr(torch.ops._c10d_functional, name)), "PrivateUse1")
-        self._library.impl("wait_tensor", lambda tensor: tensor, "PrivateUse1")
+        for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"):
+            self._of_dtensors.impl(name, self._functional(getattr(torch.ops._c10d_functional, name)), "PrivateUse1")
+        self._of_dtensors.impl("wait_tensor", lambda tensor: tensor, "PrivateUse1")
 
     def _either(self, plain: Callable[..., Any], start: Callable[..., Callable[[], _Started]]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -84,16 +84,13 @@ class Exchanges:
         """Sum `values` over the ranks into `target`; what is there meanwhile is nobody's to read."""
         averages = op == dist.ReduceOp.AVG
         work = self._plain["all_reduce"](values, dist.ReduceOp.SUM if averages else op, group=group, async_op=True)
-        self._spoil(target)
+        _spoil(self._host_of(target))
 
         def finish() -> None:
             total = values / dist.get_world_size(group) if averages else values
             self._host_of(target).copy_(total if part is None else total.view(-1)[part].view(target.shape))
 
         return [work], finish
-
-    def _spoil(self, target: Tensor) -> None:
-        self._host_of(target).fill_(float("nan") if target.is_floating_point() else 113)
 
     def _all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Callable[[], _Started]:
         return lambda: self._sum(self._host_of(tensor).clone(), tensor, op, group)
@@ -114,7 +111,7 @@ class Exchanges:
             targets = self._host_of(output).view(-1).chunk(len(parts))
             for rank, target in enumerate(targets):
                 if rank != dist.get_rank(group):
-                    self._spoil_host(target)
+                    _spoil(target)
 
             def finish() -> None:
                 for target, part in zip(targets, parts, strict=True):
@@ -123,10 +120,6 @@ class Exchanges:
             return [work], finish
 
         return start
-
-    @staticmethod
-    def _spoil_host(target: Tensor) -> None:
-        target.fill_(float("nan") if target.is_floating_point() else 113)
 
     def _reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, group_dst: int = 0
@@ -151,7 +144,7 @@ class Exchanges:
             works = [dist.irecv(arriving[p], ranks[p], group) for p in peers if arriving[p].numel()]
             works += [dist.isend(sent[p], ranks[p], group) for p in peers if sent[p].numel()]
             for each in outputs:
-                self._spoil(each)
+                _spoil(self._host_of(each))
 
             def finish() -> None:
                 for target, values in zip(outputs, arriving, strict=True):
@@ -169,3 +162,7 @@ class Exchanges:
             return result
 
         return call
+
+
+def _spoil(host: Tensor) -> None:
+    host.fill_(float("nan") if host.is_floating_point() else 113)
