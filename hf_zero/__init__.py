@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from hf_zero.config.zero_config import ZeroConfig as ZeroConfig
     from hf_zero.engine.engine import ZeroEngine as ZeroEngine
     from hf_zero.engine.engine import engine_of as engine_of
-    from hf_zero.engine.forward_method import register_forward_method as register_forward_method
     from hf_zero.engine.gathered_parameters import GatheredParameters as GatheredParameters
-    from hf_zero.engine.loss_scaling import LossScaler as LossScaler
-    from hf_zero.engine.optimizer_kinds import mark_elementwise as mark_elementwise
+    from hf_zero.engine.modules.forward_method import register_forward_method as register_forward_method
     from hf_zero.errors import CollectiveError as CollectiveError
     from hf_zero.errors import ConfigError as ConfigError
     from hf_zero.errors import OffloadError as OffloadError
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
     from hf_zero.integrations.trainer.arguments import ZeroCallback as ZeroCallback
     from hf_zero.integrations.trainer.arguments import ZeroTrainingArguments as ZeroTrainingArguments
     from hf_zero.integrations.trainer.arguments import with_zero as with_zero
+    from hf_zero.optim.kinds import mark_elementwise as mark_elementwise
+    from hf_zero.optim.loss_scaling import LossScaler as LossScaler
     from hf_zero.sharding.init import Init as Init
     from hf_zero.sharding.init import disabled as disabled
     from hf_zero.sharding.init import leave_whole as leave_whole
@@ -42,10 +42,10 @@ _HOME = {
     "CollectiveError": "hf_zero.errors",
     "ConfigError": "hf_zero.errors",
     "GatheredParameters": "hf_zero.engine.gathered_parameters",
-    "mark_elementwise": "hf_zero.engine.optimizer_kinds",
+    "mark_elementwise": "hf_zero.optim.kinds",
     "Init": "hf_zero.sharding.init",
     "LossScale": "hf_zero.config.loss_scale",
-    "LossScaler": "hf_zero.engine.loss_scaling",
+    "LossScaler": "hf_zero.optim.loss_scaling",
     "OffloadError": "hf_zero.errors",
     "PartitionError": "hf_zero.errors",
     "UsageError": "hf_zero.errors",
@@ -60,7 +60,7 @@ _HOME = {
     "engine_of": "hf_zero.engine.engine",
     "leave_whole": "hf_zero.sharding.init",
     "mark_dirty": "hf_zero.sharding.shard_model",
-    "register_forward_method": "hf_zero.engine.forward_method",
+    "register_forward_method": "hf_zero.engine.modules.forward_method",
     "shard_model": "hf_zero.sharding.shard_model",
     "undo": "hf_zero.sharding.init",
     "with_zero": "hf_zero.integrations.trainer.arguments",

@@ -119,7 +119,7 @@ import sys, time, torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 import hf_zero as zero
-from hf_zero.bench.models import config_of
+from hf_zero.plan.models import config_of
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

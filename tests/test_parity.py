@@ -33,7 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
 from hf_zero.comm import exchange, pairwise
-from hf_zero.engine import accumulation, reduction, unit, world
+from hf_zero.engine.backward import accumulation, reduction
+from hf_zero.engine.ranks import world
+from hf_zero.engine.units import unit
 from tests.models import CASES, Case, Stack, make_model, stack_batch
 from tests.ranks import run_alone, run_ranks
 
@@ -437,7 +439,7 @@ def test_gradients_larger_than_a_bucket_arrive_in_rounds_with_the_same_bits() ->
         assert 50_000 < largest <= 100_000 < whole
 
 
-@pytest.mark.slow  # tests/engine/test_mesh.py has replicas every day
+@pytest.mark.slow  # tests/engine/ranks/test_mesh.py has replicas every day
 @pytest.mark.parametrize("name", ["llama", "mlp"])
 def test_replicas_equal_one_process(name: str) -> None:
     recipe = Recipe(num_micros=2, uses_no_sync=True, max_norm=0.5, oracle="summed", num_steps=5)

@@ -62,7 +62,7 @@ def _launch(
     started = []
     for host in (0, 1):
         (folder / str(host)).mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "hf_zero.cli", "launch", *common, "--machine_rank", str(host)]
+        command = [sys.executable, "-m", "hf_zero.cli.main", "launch", *common, "--machine_rank", str(host)]
         command += ["--main_process_port", "29500", "--zero", "zero.json", "script.py", "run", *argv]
         started.append(hosts.start(host, command, folder, {folder / "run": folder / str(host)} if own else None))
     return started

@@ -17,10 +17,8 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hf_zero.checkpoint import disk
-from hf_zero.checkpoint.background import WRITING_S, BackgroundSaves
-from hf_zero.checkpoint.cooperative import Extents, ranks_that_see, write_plan
-from hf_zero.checkpoint.manifest import (
+from hf_zero.checkpoint.files import disk
+from hf_zero.checkpoint.files.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
@@ -31,9 +29,11 @@ from hf_zero.checkpoint.manifest import (
     read_text,
     record_of,
 )
-from hf_zero.checkpoint.model_plan import Plan
-from hf_zero.checkpoint.tensor_file import Source
-from hf_zero.engine.world import World
+from hf_zero.checkpoint.files.model_plan import Plan
+from hf_zero.checkpoint.files.tensor_file import Source
+from hf_zero.checkpoint.ranks.background import WRITING_S, BackgroundSaves
+from hf_zero.checkpoint.ranks.cooperative import Extents, ranks_that_see, write_plan
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
 
 logger = logging.getLogger(__name__)

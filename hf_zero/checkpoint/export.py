@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.checkpoint.background import WRITING_S
 from hf_zero.checkpoint.model_state import write_model
-from hf_zero.checkpoint.one_writer import save_on_first, world_of_whole
+from hf_zero.checkpoint.ranks.background import WRITING_S
+from hf_zero.checkpoint.ranks.one_writer import save_on_first, world_of_whole
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
-from hf_zero.engine.world import World, world_of
+from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.errors import CheckpointError
 
 _CONVERSION = "path_initial_model_for_weight_conversion"  # an option of PEFT

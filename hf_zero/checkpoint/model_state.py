@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.commit import staged_in
-from hf_zero.checkpoint.cooperative import match, read_plan, write_plan
-from hf_zero.checkpoint.manifest import check_name
-from hf_zero.checkpoint.model_plan import NotMovedError, Plan, model_sources, plan_model, uncovered
-from hf_zero.checkpoint.stored import is_stored
+from hf_zero.checkpoint.files.manifest import check_name
+from hf_zero.checkpoint.files.model_plan import NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.checkpoint.files.stored import is_stored
+from hf_zero.checkpoint.ranks.cooperative import match, read_plan, write_plan
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.checkpoint.model_plan import Plan, source_of
-from hf_zero.checkpoint.pieces import identity
-from hf_zero.checkpoint.state_values import from_json, tensors_of, to_json
-from hf_zero.checkpoint.stored import is_stored
-from hf_zero.checkpoint.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
-from hf_zero.engine.optimizer_kinds import wrapped_optimizers
-from hf_zero.engine.optimizers import owned_by, rooms_on_disk
-from hf_zero.engine.owners import Owners
+from hf_zero.checkpoint.files.model_plan import Plan, source_of
+from hf_zero.checkpoint.files.pieces import identity
+from hf_zero.checkpoint.files.state_values import from_json, tensors_of, to_json
+from hf_zero.checkpoint.files.stored import is_stored
+from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import OwnerLayout, RowLayout
-from hf_zero.offload.scratch import Place
+from hf_zero.optim.kinds import wrapped_optimizers
+from hf_zero.optim.optimizers import owned_by, rooms_on_disk
+from hf_zero.optim.owners import Owners
+from hf_zero.scratch import Place
 
 
 def state_files(prefix: str) -> tuple[str, str]:

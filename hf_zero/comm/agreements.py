@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.axis import Axis
 from hf_zero.comm.exchange import Exchange, Part, is_late, named
+from hf_zero.comm.groups import Axis
 from hf_zero.comm.ledger import Entry
 from hf_zero.comm.roll_call import missing
 from hf_zero.comm.watch import Watch

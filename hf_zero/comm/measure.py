@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.comm.axis import default_group
 from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.groups import default_group
 from hf_zero.layout import RowLayout
 
 UNIT_BYTES = (2**20, 8 * 2**20)  # a small and a large unit

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from hf_zero.comm import measure
 from hf_zero.comm.alone import AloneCollectives
-from hf_zero.comm.axis import Axis, default_group
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.groups import Axis, default_group
 from hf_zero.comm.host.many_hosts import SeveralHostsCollectives
 from hf_zero.comm.host.one_host import HostCollectives, connect
 from hf_zero.comm.ledger import Ledger

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from hf_zero.config import deepspeed, deepspeed_rules, files, values
+from hf_zero.config import files, values
 from hf_zero.config.activations import Activations
 from hf_zero.config.axes import DEGREES, take_degrees
-from hf_zero.config.deepspeed_reader import ImportRow
+from hf_zero.config.deepspeed import rules as deepspeed_rules
+from hf_zero.config.deepspeed import translate as deepspeed
+from hf_zero.config.deepspeed.reader import ImportRow
 from hf_zero.config.loss_scale import LossScale
 from hf_zero.config.offload import Offload
 from hf_zero.config.units import UnitGrouping
@@ -83,7 +85,7 @@ class ZeroConfig:
             rounds of at most this size.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 or fp16 flag.
         keep_fp32: classes of modules ("LlamaRMSNorm"), or their names with wildcards ("*.router"), that compute in float32
-            all the same, with all that is in them; see `hf_zero.engine.float32_modules`.
+            all the same, with all that is in them; see `hf_zero.engine.modules.float32`.
         loss_scale: how the loss is scaled where the compute dtype is float16; also accepts its YAML forms.
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
         reduce_dtype: dtype in which gradients are added up across ranks; "auto": the compute dtype.

@@ -14,18 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import torch_compat
-from hf_zero.engine.activations import PartitionedActivations
-from hf_zero.engine.backward import Backward, PlainBackward
-from hf_zero.engine.call import Entry
-from hf_zero.engine.float32_modules import compute_in_float32, kept_parameters
-from hf_zero.engine.gathering import Gathering
-from hf_zero.engine.grouping import Found, Structure, find_parameters, group, roots_of
-from hf_zero.engine.hooks import EntryHooks, Hook
-from hf_zero.engine.offloaded_parameters import offload_parameters
-from hf_zero.engine.parameter import ZeroParameter
-from hf_zero.engine.partitioned_tensor import forget_owner, set_owner
-from hf_zero.engine.quantised import as_shown, is_quantised
-from hf_zero.engine.reading import (
+from hf_zero.engine.backward.backward import Backward, PlainBackward
+from hf_zero.engine.modules.activations import PartitionedActivations
+from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
+from hf_zero.engine.modules.hooks import EntryHooks, Hook
+from hf_zero.engine.modules.state_dict import CutStateDict
+from hf_zero.engine.parameters.on_disk import offload_parameters
+from hf_zero.engine.parameters.partitioned_tensor import forget_owner, set_owner
+from hf_zero.engine.parameters.quantised import as_shown, is_quantised
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.tensor_axis import SameInputs, Seen
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.call import Entry
+from hf_zero.engine.units.gathering import Gathering
+from hf_zero.engine.units.grouping import Found, Structure, find_parameters, group, roots_of
+from hf_zero.engine.units.reading import (
     Read,
     ReadableParameters,
     in_graph,
@@ -33,10 +36,7 @@ from hf_zero.engine.reading import (
     is_running,
     tensors_in,
 )
-from hf_zero.engine.state_dict import CutStateDict
-from hf_zero.engine.tensor_parallel import SameInputs, Seen
-from hf_zero.engine.unit import GatheredMemory, Unit
-from hf_zero.engine.world import World
+from hf_zero.engine.units.unit import GatheredMemory, Unit
 from hf_zero.errors import PartitionError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_zero import torch_compat
 from hf_zero.engine.engine import live_engines
-from hf_zero.engine.grouping import find_parameters
-from hf_zero.engine.parameter import gathered, put
-from hf_zero.engine.quantised import as_shown
-from hf_zero.engine.world import World, world_that_cut
+from hf_zero.engine.parameters.quantised import as_shown
+from hf_zero.engine.parameters.records import gathered, put
+from hf_zero.engine.ranks.world import World, world_that_cut
+from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
 

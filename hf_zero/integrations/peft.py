@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.engine.gathered_parameters import GatheredParameters, at_rest, gather_whole
-from hf_zero.engine.world import world_that_cut
+from hf_zero.engine.ranks.world import world_that_cut
 from hf_zero.sharding.init import is_constructing
 from hf_zero.sharding.shard_model import run_instead
 

@@ -23,12 +23,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_zero.checkpoint.cooperative import shares_folder, write_plan
-from hf_zero.checkpoint.model_plan import plan_model, source_of
-from hf_zero.checkpoint.tensor_file import Source
+from hf_zero.checkpoint.files.model_plan import plan_model, source_of
+from hf_zero.checkpoint.files.tensor_file import Source
+from hf_zero.checkpoint.ranks.cooperative import shares_folder, write_plan
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, PartitionError, UsageError
 from hf_zero.layout import PlacedLayout
 

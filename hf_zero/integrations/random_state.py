@@ -8,7 +8,7 @@ import random
 import numpy
 import torch
 
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 
 
 def share_random_state(world: World) -> None:

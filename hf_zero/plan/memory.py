@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.precision import Precision
+from hf_zero.engine.ranks.precision import Precision
 from hf_zero.errors import ConfigError
 from hf_zero.layout import RowLayout, place
 from hf_zero.plan.activations import NOTHING, Kept

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hf_zero.comm.agreements import messages_of
-from hf_zero.engine.reduction import num_values_agreed
+from hf_zero.engine.backward.reduction import num_values_agreed
 from hf_zero.plan.memory import Setting, balance, predict, unit_bytes
 from hf_zero.plan.shapes import ModelShape
 from hf_zero.tables import aligned

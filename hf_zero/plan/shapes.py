@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_zero.bench.models import SIZES, config_of
 from hf_zero.config.units import UnitGrouping
-from hf_zero.engine.call import reads_in_backward
-from hf_zero.engine.grouping import group
+from hf_zero.engine.units.call import reads_in_backward
+from hf_zero.engine.units.grouping import group
 from hf_zero.errors import UsageError
+from hf_zero.plan.models import SIZES, config_of
 
 
 @dataclass(frozen=True)

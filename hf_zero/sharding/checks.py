@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.engine.grouping import find_parameters
-from hf_zero.engine.quantised import can_be_cut, is_of_own_class, is_quantised
-from hf_zero.engine.world import World, world_of
+from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_quantised
+from hf_zero.engine.ranks.world import World, world_of
+from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import PartitionError
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import world_of_model
 from hf_zero.engine.engine import ZeroEngine, live_engines
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
 
 # A rank that has nobody to gather with must not find out only after `timeout_s`, which is made for slow exchanges. Ranks

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero.comm.axis import default_device, default_group
+from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.construct import Cutter

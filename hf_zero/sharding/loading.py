@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
 from hf_zero.sharding.construct import Cutter, is_parameter

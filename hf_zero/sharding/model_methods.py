@@ -26,10 +26,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import save_by_library, save_whole
-from hf_zero.checkpoint.model_plan import saves_given_state
+from hf_zero.checkpoint.files.model_plan import saves_given_state
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.sharding.generation import generate
 

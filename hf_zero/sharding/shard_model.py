@@ -13,21 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.axis import default_device, default_group
+from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.computed import read_numbers_whole
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
-from hf_zero.engine.float32_modules import find_modules
-from hf_zero.engine.grouping import Found, find_parameters, find_quantised, named_blocks
-from hf_zero.engine.hooks import Hook
-from hf_zero.engine.offloaded_parameters import check_offload
-from hf_zero.engine.optimizers import hear_of_steps
-from hf_zero.engine.parameter import cut, put, wrap
-from hf_zero.engine.quantised import remember_class
-from hf_zero.engine.state_dict import CutStateDict
-from hf_zero.engine.tensor_parallel import is_over_tensor_axis
-from hf_zero.engine.world import World, world_of
+from hf_zero.engine.modules.float32 import find_modules
+from hf_zero.engine.modules.hooks import Hook
+from hf_zero.engine.modules.state_dict import CutStateDict
+from hf_zero.engine.parameters.computed import read_numbers_whole
+from hf_zero.engine.parameters.on_disk import check_offload
+from hf_zero.engine.parameters.quantised import remember_class
+from hf_zero.engine.parameters.records import cut, put, wrap
+from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
+from hf_zero.engine.ranks.world import World, world_of
+from hf_zero.engine.units.grouping import Found, find_parameters, find_quantised, named_blocks
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.optim.optimizers import hear_of_steps
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.checks import (
     agree_on_model,

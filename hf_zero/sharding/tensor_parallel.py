@@ -17,10 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.axis import TENSOR_AXIS
-from hf_zero.engine.grouping import Found, find_parameters
-from hf_zero.engine.tensor_parallel import is_over_tensor_axis, remember_placement, sum_gradients_over_tensor_axis
-from hf_zero.engine.world import World
+from hf_zero.comm.groups import TENSOR_AXIS
+from hf_zero.engine.parameters.tensor_axis import (
+    is_over_tensor_axis,
+    remember_placement,
+    sum_gradients_over_tensor_axis,
+)
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.grouping import Found, find_parameters
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.axis import TENSOR_AXIS
+from hf_zero.comm.groups import TENSOR_AXIS
 from hf_zero.engine.gathered_parameters import gather_whole
-from hf_zero.engine.parameter import cut, wrap
-from hf_zero.engine.partitioned_tensor import PartitionedTensor
-from hf_zero.engine.world import World
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
+from hf_zero.engine.parameters.records import cut, wrap
+from hf_zero.engine.ranks.world import World
 
 WINDOW_BYTES = 16 * 2**20
 """Bytes of parameters that may be whole at a time while a model is constructed, besides the one in use."""

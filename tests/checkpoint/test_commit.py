@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.commit import StagedCheckpoint, latest
-from hf_zero.checkpoint.cooperative import read_files
-from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.files import disk
+from hf_zero.checkpoint.files.manifest import Manifest
 from hf_zero.checkpoint.model_state import read_model, write_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
+from hf_zero.checkpoint.ranks.cooperative import read_files
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.integrations.trainer.checkpoint import _remove_old, step_of
-from tests.checkpoint.test_manifest import damage_of
+from tests.checkpoint.files.test_manifest import damage_of
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Tiny:
 
 
 def count_changes(act: Callable[[], None]) -> None:
-    """Call `act` before every change of the disk from now on, by `hf_zero.checkpoint.disk` or around it."""
+    """Call `act` before every change of the disk from now on, by `hf_zero.checkpoint.files.disk` or around it."""
     for owner, name in ((os, "fsync"), (os, "pwrite"), (disk, "_reserve")):  # which no audit event announces
         setattr(owner, name, _noticed(getattr(owner, name), act))
 

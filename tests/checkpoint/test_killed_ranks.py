@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.files import disk
 from tests.checkpoint.runs import ROOT, make_trainer
 from tests.integrations.trainer.test_trainer import (
     with_dropout,

@@ -7,9 +7,9 @@ from collections import Counter
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_zero.checkpoint.pieces import identity
-from hf_zero.checkpoint.tensor_file import CHUNK_BYTES, Source, TensorFile, TensorInfo, layout_file
-from hf_zero.checkpoint.windows import Place, divided, held_by, moved
+from hf_zero.checkpoint.files.pieces import identity
+from hf_zero.checkpoint.files.tensor_file import CHUNK_BYTES, Source, TensorFile, TensorInfo, layout_file
+from hf_zero.checkpoint.files.windows import Place, divided, held_by, moved
 from hf_zero.layout import RowLayout
 
 RANKS = 1024

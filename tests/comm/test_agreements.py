@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_zero.comm import agreements, roll_call
 from hf_zero.comm.agreements import Agreements
-from hf_zero.comm.axis import cells_of
+from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.errors import CollectiveError

@@ -17,9 +17,9 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.comm import measure as measuring
 from hf_zero.comm import select
-from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows, in_parcels
 from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
 from hf_zero.comm.pairwise import _PART_NUMEL

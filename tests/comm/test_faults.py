@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
-from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.groups import cells_of
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.one_host import _HostExchange
 from hf_zero.comm.ledger import Ledger

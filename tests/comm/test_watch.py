@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import watch
-from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.layout import RowLayout

@@ -17,8 +17,8 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.comm import wire
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.summary import model_states
-from hf_zero.engine.unit import Unit
+from hf_zero.engine.units.unit import Unit
+from hf_zero.plan.summary import model_states
 from tests.models import CASES, make_model
 from tests.ranks import on_ranks, run_ranks
 

@@ -14,7 +14,9 @@ import yaml
 from transformers import Seq2SeqTrainingArguments
 
 import hf_zero as zero
-from hf_zero import cli, configure, run
+from hf_zero import run
+from hf_zero.cli import configure
+from hf_zero.cli import main as cli
 from tests.ranks import ENVIRONMENT, run_alone
 
 TRAINER = """
@@ -82,7 +84,7 @@ def _found(result: subprocess.CompletedProcess[str]) -> Any:
 def test_unchanged_scripts_train_under_the_launcher_as_under_ddp(name: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text({"trainer": TRAINER, "accelerate": ACCELERATE}[name])
     (tmp_path / "zero.yaml").write_text("stage: 3\n")
-    launcher = [sys.executable, "-m", "hf_zero.cli", "launch", "--num_processes", "2", "--zero", "zero.yaml"]
+    launcher = [sys.executable, "-m", "hf_zero.cli.main", "launch", "--num_processes", "2", "--zero", "zero.yaml"]
     (tmp_path / "ours.py").write_text((tmp_path / "script.py").read_text() + ENDING)
     ours = _found(_run(*launcher, "ours.py", "out", cwd=tmp_path))
     plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

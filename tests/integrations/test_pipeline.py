@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import hf_zero as zero
-from hf_zero.checkpoint import disk
+from hf_zero.checkpoint.files import disk
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import PartitionError
 from hf_zero.integrations.pipeline import Passed, ZeroStage, clip_grad_norm_, keep_stage, save_stages

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 import hf_zero as zero
 from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.summary import model_states
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of
+from hf_zero.plan.summary import model_states
 from tests.integrations.test_peft_methods import logits, trained
 from tests.integrations.trainer.test_trainer import arguments, collate, dataset, undone
 from tests.models import CASES, make_model

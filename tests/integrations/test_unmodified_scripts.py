@@ -288,7 +288,7 @@ def test_scripts_of_others_train_under_the_launcher_as_under_ddp(name: str, stag
     places = [[] if script.saves_in is None else [f"--output_dir={kind}"] for kind in ("plain", "zero")]
     plain = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", script.path, *script.arguments]
     theirs = _run(plain, tmp_path, places[0])
-    launcher = ["hf_zero.cli", "launch", "--num_processes=2", "--zero", json.dumps({"stage": stage})]
+    launcher = ["hf_zero.cli.main", "launch", "--num_processes=2", "--zero", json.dumps({"stage": stage})]
     ours = _run([*launcher, script.path, *script.arguments], tmp_path, places[1])
 
     told = [[line for line in text.splitlines() if line.startswith("epoch ")] for text in (ours, theirs)]

@@ -13,12 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
-from hf_zero.bench.models import config_of
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.summary import model_states
 from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, balance, predict
+from hf_zero.plan.models import config_of
 from hf_zero.plan.shapes import ModelShape, ParameterShape, UnitShape, meta_model, shapes_of
+from hf_zero.plan.summary import model_states
 from tests.models import CASES, make_model
 from tests.ranks import run_ranks
 from tests.test_memory import live_bytes

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.commit import StagedCheckpoint
+from hf_zero.checkpoint.files import disk
+from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
+from hf_zero.checkpoint.files.model_plan import WEIGHTS, Plan, plan_model
+from hf_zero.checkpoint.files.pieces import identity
+from hf_zero.checkpoint.files.tensor_file import Source, TensorInfo, layout_file
 from hf_zero.checkpoint.importing.dcp import read_dcp
 from hf_zero.checkpoint.importing.deepspeed import read_deepspeed
 from hf_zero.checkpoint.importing.state import ForeignState, LazyTensor
-from hf_zero.checkpoint.manifest import MANIFEST, Manifest
-from hf_zero.checkpoint.model_plan import WEIGHTS, Plan, plan_model
 from hf_zero.checkpoint.optimizer_state import state_files
-from hf_zero.checkpoint.pieces import identity
-from hf_zero.checkpoint.tensor_file import Source, TensorInfo, layout_file
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import RowLayout
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from hf_zero.checkpoint.files.manifest import check_name
 from hf_zero.checkpoint.importing.state import (
     ForeignState,
     Group,
@@ -35,7 +36,6 @@ from hf_zero.checkpoint.importing.state import (
     run_plain_pickle,
     step_number,
 )
-from hf_zero.checkpoint.manifest import check_name
 from hf_zero.errors import CheckpointError
 
 _METADATA = ".metadata"

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.checkpoint.files.manifest import check_name
 from hf_zero.checkpoint.importing.state import ForeignState, Group, LazyTensor, load_pickle, options_of, step_number
-from hf_zero.checkpoint.manifest import check_name
 from hf_zero.errors import CheckpointError
 
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")

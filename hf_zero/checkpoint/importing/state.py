@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.state_values import SCALAR
+from hf_zero.checkpoint.files.state_values import SCALAR
 from hf_zero.errors import CheckpointError
 
 # How a step was computed on the machine that saved; the optimizer that continues decides this for itself.

@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_zero.comm.axis import Axis
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.groups import Axis
 from hf_zero.comm.host.board import Board
 from hf_zero.comm.host.one_host import HostMemory
 from hf_zero.comm.ledger import Ledger

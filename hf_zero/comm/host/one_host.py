@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.comm.axis import Axis
 from hf_zero.comm.collectives import Collectives, Rows, add, divide
 from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.groups import Axis
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.board import BOARD_BYTES, Board, Lane, Posted, is_short
 from hf_zero.comm.ledger import Entry

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of, live_engines
-from hf_zero.engine.grouping import find_parameters
-from hf_zero.engine.optimizers import rebind_optimizer
+from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, world_of_accelerator
 from hf_zero.integrations.accelerate.data_order import continue_epoch
@@ -34,6 +33,7 @@ from hf_zero.integrations.accelerate.tensor_axis import (
     sharding_batches,
     with_tensor_axis,
 )
+from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.shard_model import shard_model
 
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")  # axes of accelerate's mesh

@@ -25,18 +25,18 @@ from accelerate.utils import SCALER_NAME, load, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
-from hf_zero.checkpoint.cooperative import match, read_plan
-from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.checkpoint.files import disk
+from hf_zero.checkpoint.files.manifest import Manifest
+from hf_zero.checkpoint.files.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.checkpoint.files.pieces import identity
+from hf_zero.checkpoint.files.stored import is_stored
+from hf_zero.checkpoint.files.tensor_file import TensorInfo, layout_file
 from hf_zero.checkpoint.model_state import weight_files
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
-from hf_zero.checkpoint.pieces import identity
-from hf_zero.checkpoint.stored import is_stored
-from hf_zero.checkpoint.tensor_file import TensorInfo, layout_file
+from hf_zero.checkpoint.ranks.cooperative import match, read_plan
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
 from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint import disk
-from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
+from hf_zero.checkpoint.files import disk
+from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
 from hf_zero.errors import CheckpointError, UsageError
 
 _NAME = re.compile(r"^checkpoint_(\d+)$")

@@ -7,8 +7,8 @@ from accelerate import Accelerator
 
 from hf_zero.config.loss_scale import LossScale
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.loss_scaling import LossScaler
 from hf_zero.errors import ConfigError
+from hf_zero.optim.loss_scaling import LossScaler
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -16,17 +16,17 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_zero.checkpoint.background import background_of, wait_for
+from hf_zero.checkpoint.ranks.background import background_of, wait_for
 from hf_zero.config.files import CONFIG_VARIABLE
 from hf_zero.config.zero_config import ZeroConfig, load_with_import
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.summary import Measured, Start, summary, summary_after
 from hf_zero.errors import ConfigError, UsageError
 from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
 from hf_zero.integrations.accelerate.precision import with_mixed_precision
 from hf_zero.integrations.accelerate.tensor_axis import asked_for, sharding_batches, with_tensor_axis
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
+from hf_zero.plan.summary import Measured, Start, summary, summary_after
 from hf_zero.sharding import init
 from hf_zero.sharding.shard_model import shard_model
 

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import disk
-from hf_zero.checkpoint.background import background_of, wait_for
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
-from hf_zero.checkpoint.cooperative import read_plan, write_plan
-from hf_zero.checkpoint.manifest import MANIFEST, Manifest
+from hf_zero.checkpoint.files import disk
+from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
+from hf_zero.checkpoint.files.stored import whole_name
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
-from hf_zero.checkpoint.stored import whole_name
+from hf_zero.checkpoint.ranks.background import background_of, wait_for
+from hf_zero.checkpoint.ranks.cooperative import read_plan, write_plan
 from hf_zero.engine.engine import ZeroEngine, engine_of
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -29,13 +29,13 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.optimizers import rebind_optimizer
 from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.integrations.accelerate.precision import scale_loss
 from hf_zero.integrations.accelerate.tensor_axis import also_on_cpus, gather_each_batch_once
 from hf_zero.integrations.random_state import share_random_state
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer.checkpoint import engine_under
+from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.init import is_partitioned
 
 PrepareModel = Callable[[nn.Module | None, Any, list[Any]], None]

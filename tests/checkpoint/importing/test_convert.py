@@ -31,12 +31,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_zero.checkpoint.commit import verify
-from hf_zero.checkpoint.cooperative import read_files
 from hf_zero.checkpoint.importing.convert import import_dcp, import_deepspeed
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, read_state
+from hf_zero.checkpoint.ranks.cooperative import read_files
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.engine.world import World
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 from tests.models import CASES, make_model
 from tests.ranks import run_ranks
@@ -358,7 +358,7 @@ def test_a_source_that_fails_while_it_is_read_leaves_nothing(tmp_path: Path, mon
     def fail(*args: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("hf_zero.checkpoint.disk.write_at", fail)
+    monkeypatch.setattr("hf_zero.checkpoint.files.disk.write_at", fail)
     with pytest.raises(CheckpointError, match="no space left"):
         import_deepspeed(tmp_path / "checkpoint-3", tmp_path / "out", False)
     assert os.listdir(tmp_path) == ["checkpoint-3"]

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from hf_zero.comm.axis import cells_of
 from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.groups import cells_of
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.many_hosts import SeveralHostsCollectives
 from hf_zero.comm.host.one_host import connect
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
-from hf_zero.engine.summary import model_states, summary
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
+from hf_zero.plan.summary import model_states, summary
 from tests.comm.test_faults import Training, delays
 from tests.engine.twins import Net, Twins, square_loss
 from tests.models import Stack, stack_batch

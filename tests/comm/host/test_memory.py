@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.comm.axis import cells_of
+from hf_zero.comm.groups import cells_of
 from hf_zero.comm.host import memory
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives

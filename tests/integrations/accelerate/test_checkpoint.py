@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
-from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
-from hf_zero.checkpoint.model_plan import NotMovedError, plan_model
-from hf_zero.checkpoint.tensor_file import read_layout
+from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
+from hf_zero.checkpoint.files.model_plan import NotMovedError, plan_model
+from hf_zero.checkpoint.files.tensor_file import read_layout
 from hf_zero.integrations.accelerate.places import remove_old
 from tests.checkpoint.reads import counting_reads
 from tests.models import CASES, LENGTH, VOCAB, make_model

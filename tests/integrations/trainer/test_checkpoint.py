@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from hf_zero.checkpoint import disk
 from hf_zero.checkpoint.export import whole_state_dict
-from hf_zero.checkpoint.inspection import check
-from hf_zero.checkpoint.manifest import MANIFEST, read_manifest
-from hf_zero.checkpoint.offline import export
-from hf_zero.checkpoint.tensor_file import read_layout
+from hf_zero.checkpoint.files import disk
+from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
+from hf_zero.checkpoint.files.tensor_file import read_layout
+from hf_zero.checkpoint.offline.export import export
+from hf_zero.checkpoint.offline.inspection import check
+from tests.checkpoint.files.test_windows import small_windows
 from tests.checkpoint.reads import counting_reads
-from tests.checkpoint.test_windows import small_windows
 from tests.integrations.trainer.test_trainer import (
     COLLECTIVES,
     arguments,

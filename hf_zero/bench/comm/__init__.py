@@ -1,0 +1,1 @@
+"""Exchanges: every implementation on this machine, at several sizes."""

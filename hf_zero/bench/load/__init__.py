@@ -1,0 +1,1 @@
+"""Loading: time, memory and bytes read of `from_pretrained`, beside other libraries."""

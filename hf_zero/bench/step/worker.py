@@ -1,0 +1,107 @@
+"""One rank of `hf-zero bench step`: trains one model with one engine, or with several in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from hf_zero.bench.processes import MemoryPeak, options, private_bytes, report
+from hf_zero.bench.step.engines import Setup, Training, build
+from hf_zero.plan.models import config_of
+
+_WARM_UP_STEPS = 3  # memory is watched in these; from the second one on, all optimizer states exist
+
+
+def main() -> None:
+    """Train as the options of `run_ranks` say: an engine of its own in fresh processes, or several, each its own model."""
+    given = options()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    num_ranks = dist.get_world_size()
+    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    config = config_of(given["model"])
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        config.use_cache = False
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        if given["checkpointing"]:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        return model.train()
+
+    setup = Setup(make_model, device, getattr(torch, given["dtype"]), given["batch_size"])
+    before = private_bytes(num_ranks)
+    trained = [_Engine(name, setup, given["seq_len"], config.vocab_size) for name in given["together"]]
+    with MemoryPeak(lambda: private_bytes(num_ranks)) as memory:
+        for each in trained:
+            for _ in range(_WARM_UP_STEPS):
+                each.losses.append(_step(each.training, next(each.batches)))
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory.peak - before
+    for each in trained:
+        if each.training.ledger is not None:
+            each.training.ledger.reset()
+    for _ in range(given["rounds_in_turn"]):
+        for each in trained:
+            each.seconds.append(_timed(each.training, [next(each.batches) for _ in range(given["steps"])], each.losses))
+    is_alone = len(trained) == 1
+    report({each.name: each.found(peak if is_alone else None, given["steps"]) for each in trained})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Engine:
+    """One engine with its model, its batches, and what was seen of it."""
+
+    def __init__(self, name: str, setup: Setup, seq_len: int, vocabulary: int) -> None:
+        self.name, self.training = name, build(name, setup)
+        seed = dist.get_rank() // self.training.tensor_size
+        self.batches = _batches(vocabulary, setup.batch_size, seq_len, seed, setup.device)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def found(self, peak: int | None, steps: int) -> dict[str, object]:
+        """For the report: seconds of a step by round, bytes moved a step, and the losses of all steps."""
+        ledger = self.training.ledger
+        moved = None if ledger is None else ledger.total().bytes / (steps * len(self.seconds))
+        return {"seconds": self.seconds, "peak_bytes": peak, "moved_bytes": moved, "losses": self.losses}
+
+
+def _timed(training: Training, batches: list[Tensor], losses: list[float]) -> float:
+    """Seconds per step, from all ranks ready to all ranks done."""
+    _synchronise()
+    start = time.perf_counter()
+    found = [_step(training, batch) for batch in batches]
+    _synchronise()
+    seconds = (time.perf_counter() - start) / len(batches)
+    losses += found
+    return seconds
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _step(training: Training, batch: Tensor) -> float:
+    with training.context():
+        loss = training.model(input_ids=batch, labels=batch).loss
+    training.backward(loss)
+    training.step()
+    return float(loss.detach())
+
+
+def _batches(vocabulary: int, batch_size: int, seq_len: int, seed: int, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(vocabulary, (batch_size, seq_len), generator=generator).to(device)
+
+
+if __name__ == "__main__":
+    main()

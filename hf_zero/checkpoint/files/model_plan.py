@@ -1,0 +1,165 @@
+"""Which files `save_pretrained` would write for a model, and which pieces of its parameters make up each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.checkpoint.files.pieces import Piece, identity
+from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file
+from hf_zero.checkpoint.files.trace import Tracer
+from hf_zero.engine.ranks.world import world_that_cut
+from hf_zero.layout import RowLayout
+
+WEIGHTS = "model.safetensors"
+
+
+class NotMovedError(Exception):
+    """A conversion computes with weights, so a file's tensors are not just pieces of parameters."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Files, and the pieces of each tensor in them, by its name."""
+
+    files: tuple[TensorFile, ...] = ()
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+
+    def __add__(self, other: Plan) -> Plan:
+        return Plan(self.files + other.files, {**self.pieces, **other.pieces})
+
+
+def model_sources(model: nn.Module) -> dict[str, Source]:
+    """This rank's part of every tensor of a model's state dict.
+
+    Raises:
+        NotMovedError: the state dict has values other than tensors.
+    """
+    sources = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise NotMovedError(f"{name} is a {type(value).__name__}")
+        sources[name] = source_of(value)
+    return sources
+
+
+def source_of(value: Tensor) -> Source:
+    """This rank's part of one tensor."""
+    if isinstance(value, DTensor):
+        world = world_that_cut(value)
+        cut = world.cut_of(value)
+        is_exchanged = world.tensor.num_ranks > 1 or cut.rows.dim > 0
+        return Source(torch_compat.local_of(value), cut.rows, cut if is_exchanged else None)
+    return Source(value.detach(), RowLayout(tuple(value.shape), 1))
+
+
+def saves_given_state(model: nn.Module) -> bool:
+    """Whether the model has a `save_pretrained` that can be given the values to write, as transformers' and PEFT's can.
+
+    Other libraries' (sentence-transformers, diffusers) read the model itself.
+    """
+    method = getattr(type(model), "save_pretrained", None)
+    return method is not None and (hasattr(model, "peft_config") or "state_dict" in signature(method).parameters)
+
+
+def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Plan:
+    """Find out what `model.save_pretrained(folder)` writes; its small files are written, the weights are not.
+
+    Args:
+        model: partitioned or not.
+        folder: gets configuration files and, for several files of weights, their index.
+        dtype: of floating-point tensors in the files; their own by default.
+        **options: of `save_pretrained`.
+
+    Raises:
+        NotMovedError: a tensor is computed, not moved.
+    """
+    tracer = Tracer()
+    whole = {}
+    for name, value in model.state_dict().items():
+        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        whole[name] = tracer.source(name, tuple(value.shape), kind)
+    if not saves_given_state(model):
+        return _plan_plain(model, whole)
+    from huggingface_hub.serialization import _torch
+    from transformers import modeling_utils
+
+    written: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
+
+    def record(tensors: dict[str, Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
+        written[Path(filename).name] = dict(tensors), dict(metadata or {})
+
+    # Tensors that share a storage go to one file, but huggingface_hub cannot tell the storages of meta tensors apart.
+    storages = _replaced(_torch, "get_torch_storage_id", _storage_of)
+    no_bar = _replaced(modeling_utils.logging, "tqdm", lambda files, **_: files)
+    with _replaced(modeling_utils, "safe_save_file", record), storages, no_bar, alone(model), tracer:
+        type(model).save_pretrained(model, folder, state_dict=whole, **options)  # type: ignore[attr-defined]
+    plan = Plan()
+    for name, (tensors, metadata) in written.items():
+        pieces = {}
+        for tensor_name, tensor in tensors.items():
+            found = tracer.pieces(tensor)
+            if found is None:
+                raise NotMovedError(f"{tensor_name} is computed from the parameters, not only moved")
+            pieces[tensor_name] = found
+        infos = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+        plan += Plan((layout_file(name, infos, metadata),), pieces)
+    return plan
+
+
+@contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """Within: `save_pretrained` of a model whose layers are shared over a tensor axis waits for no other rank."""
+    config = getattr(model, "config", None)
+    if getattr(config, "distributed_config", None) is None:
+        yield
+        return
+    with _replaced(config, "distributed_config", None):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:
+    storage = tensor.untyped_storage()
+    return tensor.device, storage._cdata, storage.nbytes()
+
+
+def _plan_plain(model: nn.Module, whole: Mapping[str, Tensor]) -> Plan:
+    """A plain module's state dict under its own names; a tied tensor is stored under its first name."""
+    seen: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        seen.setdefault(id(value), name)
+    infos = [TensorInfo(name, whole[name].dtype, tuple(whole[name].shape)) for name in seen.values()]
+    pieces = {info.name: (identity(info.name, info.shape),) for info in infos}
+    return Plan((layout_file(WEIGHTS, infos, {"format": "pt"}),), pieces)
+
+
+def uncovered(model: nn.Module, plan: Plan) -> list[str]:
+    """Parameters of a model that no file of the plan holds completely; tied ones count once."""
+    covered: dict[str, int] = {}
+    for pieces in plan.pieces.values():
+        for piece in pieces:
+            covered[piece.source] = covered.get(piece.source, 0) + piece.numel
+    by_tensor: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(param), []).append(name)
+    numels = {name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)}
+    return [names[0] for names in by_tensor.values() if not any(covered.get(n, 0) == numels[n] for n in names)]

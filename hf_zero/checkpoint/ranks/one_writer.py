@@ -1,0 +1,75 @@
+"""Saving what every rank has whole, in stage 0: rank 0 writes, whether the others make the same call or not.
+
+[Note: one writer] Under DDP people save on the main process alone; in the other stages all ranks call. Both work here. Rank 0
+waits for nobody, but says through torch's store how far it is. Another rank that makes the call waits until as many calls for
+the same place have ended there as it has made itself, and writes nothing, so that no two ranks write one file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hf_zero import torch_compat
+from hf_zero.engine.engine import live_engines
+from hf_zero.engine.ranks.world import World, described
+from hf_zero.errors import CheckpointError, CollectiveError
+
+_calls: Counter[str] = Counter()  # by place, on this rank
+_POLL_S = 0.02
+_BEGUN, _DONE = "begun", "done"
+
+
+def world_of_whole(model: nn.Module) -> World | None:
+    """The ranks that each hold all of `model`, in stage 0; None if they are not several, or cut it."""
+    param = next(model.parameters(), None)
+    if param is None:
+        return None
+    engine = next((each for each in live_engines() if each.find(param) is not None), None)
+    world = vars(param).get("_zero_world") if engine is None else engine.world
+    return world if world is not None and world.num_ranks > 1 and not world.partitions else None
+
+
+def save_on_first(world: World, place: str, save: Callable[[], Any], limit_s: float) -> None:
+    """Save on rank 0; on any other rank wait until that has been done.
+
+    Args:
+        world: the ranks.
+        place: where to.
+        save: writes the model.
+        limit_s: seconds that writing may take.
+
+    Raises:
+        CheckpointError: rank 0 could not write; there, and where it is waited for.
+        CollectiveError: on another rank, if rank 0 does not make the call.
+    """
+    _calls[place] += 1
+    number, store = _calls[place], torch_compat.program_store()
+    key, latest = f"hf_zero saving {place} {_calls[place]}", f"hf_zero saving {place}"
+    if world.rank == 0:
+        store.set(key, _BEGUN)
+        store.set(latest, str(number))
+        try:
+            save()
+        except Exception as error:
+            state = f"saving {place}: rank 0: {described(error, CheckpointError)}"
+            store.set(key, state)
+            raise CheckpointError(state) from error
+        store.set(key, _DONE)
+        return
+    started = time.monotonic()
+    while (state := store.get(key).decode() if store.check([key]) else "") in ("", _BEGUN):
+        if not state and store.check([latest]) and int(store.get(latest)) > number:
+            return  # rank 0 has saved there before this process group was made
+        if time.monotonic() > started + (limit_s if state else world.config.timeout_s):
+            raise CollectiveError(
+                f"rank {world.rank} waited for rank 0 in save_pretrained to {place}: rank 0 "
+                f"{'has not finished writing' if state else 'has not made the call, and it is the one that writes'}"
+            )
+        time.sleep(_POLL_S)
+    if state != _DONE:
+        raise CheckpointError(state)

@@ -1,0 +1,150 @@
+"""`hf-zero doctor`: what this machine has for training, what is missing, and how ranks would exchange here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hf_zero import __version__
+from hf_zero.errors import ZeroError
+
+_OPTIONAL = {
+    "peft": "adapters",
+    "trl": "SFT, DPO and GRPO trainers",
+    "tokenizers": "recipes on a vocabulary of their own",
+    "matplotlib": "plots of recipes",
+}
+_NAMES = ("HF_ZERO_CONFIG", "HF_ZERO_COLLECTIVES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        state: "ok", "note" (nothing is wrong, but it is good to know), or "bad".
+        what: has been looked at.
+        said: what was found, and what to do about it.
+    """
+
+    state: str
+    what: str
+    said: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--num-processes", type=int, default=2, metavar="N", help="ranks to try (default: 2; 0: none)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found.
+
+    Returns:
+        1 if training could not run here, else 0.
+    """
+    findings = []
+    for finding in _all(args.num_processes):
+        findings.append(finding)
+        print(f"{finding.state:<4}  {finding.what:<14} {finding.said}", flush=True)
+    bad = sum(finding.state == "bad" for finding in findings)
+    print(f"\n{bad} {'problem' if bad == 1 else 'problems'} to mend first." if bad else "\nReady to train.")
+    return int(bad > 0)
+
+
+def _all(num_processes: int) -> Iterator[Finding]:
+    yield Finding("ok", "hf_zero", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield from packages(importlib.metadata.requires("hf-zero") or [])
+    yield from _devices()
+    yield from _host()
+    yield from _environment()
+    if num_processes >= 2:
+        yield _ranks(num_processes)
+
+
+def packages(requirements: list[str]) -> Iterator[Finding]:
+    """What is installed of the packages that are needed, and of some that are useful.
+
+    Args:
+        requirements: as package metadata has them; those of extras are left out.
+    """
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name, wanted = requirement.name, str(requirement.specifier) or "any version"
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("bad", name, f"is missing: pip install '{requirement}'")
+            continue
+        if requirement.specifier.contains(version, prereleases=True):
+            yield Finding("ok", name, f"{version} (supported: {wanted})")
+        else:
+            yield Finding("bad", name, f"{version} is not supported: pip install '{requirement}'")
+    for name, use in _OPTIONAL.items():
+        try:
+            yield Finding("ok", name, f"{importlib.metadata.version(name)} ({use})")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("note", name, f"is not installed; needed for {use} only")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding("bad", "gloo", "this build of torch cannot exchange between processes: install another one")
+    if not torch.cuda.is_available():
+        yield Finding("ok", "devices", "no GPU: ranks train on the CPU, over gloo")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding("ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    if dist.is_nccl_available():
+        yield Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    else:
+        yield Finding("bad", "nccl", "this build of torch has GPUs but not NCCL")
+
+
+def _host() -> Iterator[Finding]:
+    from hf_zero.comm.host import memory as host_memory
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding("ok", "host", f"{cores} cores, {total:.0f} GiB of memory")
+    if host_memory.is_supported():
+        yield Finding("ok", "shared memory", "anonymous memory can be shared between the ranks of a host")
+    else:
+        yield Finding("note", "shared memory", "cannot be had (it needs Linux on x86-64): ranks exchange pairwise")
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        said = "the host's own name does not resolve, so gloo may find no interface: export GLOO_SOCKET_IFNAME=lo (one host)"
+        yield Finding("note", "network", f"GLOO_SOCKET_IFNAME={interface}" if interface else said)
+
+
+def _environment() -> Iterator[Finding]:
+    for name in _NAMES:
+        if name in os.environ:
+            yield Finding("note", name, os.environ[name])
+
+
+def _ranks(num_processes: int) -> Finding:
+    from hf_zero.bench.comm import run as comm
+
+    try:
+        found = comm.run(num_processes, [1.0], 3)
+    except ZeroError as error:
+        last = str(error).strip().splitlines()[-1]
+        return Finding("bad", "ranks", f"{num_processes} processes could not exchange: {last}")
+    reason = re.sub(r"^auto; ", "", found["reason"])
+    return Finding("ok", "ranks", f"{found['ranks']} exchange; collectives: auto takes {found['chosen']} ({reason})")

@@ -1,0 +1,194 @@
+"""What has come of one backward's gradients, until they are reduced: the one place that adds whole gradients up.
+
+[Note: gradients under no_sync] In stages 0 and 1, a backward under `no_sync` leaves in `.grad` what it leaves there under
+DDP: this rank's own whole gradient. In stage 1 it is a `DTensor` with the placement `Partial`: torch's word for a tensor
+whose ranks' parts are still to be averaged. It *is* the accumulated gradient, not a picture of it: what users do to it
+(`mul_`, `zero_`, `= None`) counts, and what a rank cannot do alone (`clamp_`) is torch's error. Gradients that an earlier
+backward has reduced are added to it so that the average gives them back. The next backward outside `no_sync` takes it and
+reduces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.backward.reduction import Reducer
+from hf_zero.engine.parameters.partitioned_tensor import UnreducedGradient
+from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.parameters.user_hooks import grad_hooks, has_grad_hooks
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.unit import Unit
+
+Found = dict[int, Tensor]  # id(ZeroParameter) -> whole gradient; those that were not used are missing
+
+
+def add_up(into: Found, found: Found) -> None:
+    """Add gradients to what has come before; none of the tensors is written to."""
+    for key, grad in found.items():
+        into[key] = into[key] + grad if key in into else grad
+
+
+class Accumulation:
+    """The gradients of one backward.
+
+    Args:
+        world: the ranks.
+        reducer: where they go; None under `no_sync` in stages 0 and 1: then `.grad` keeps them, unreduced.
+        follows_no_sync: some ranks may have kept gradients since the last reduction.
+    """
+
+    def __init__(self, world: World, reducer: Reducer | None, follows_no_sync: bool = False) -> None:
+        self.reducer = reducer
+        self._follows_no_sync = follows_no_sync
+        self._world = world
+        # Stages 0 and 1 reduce once a step, and one use after the other makes this rank's own sum.
+        self._keeps_whole = world.data.num_ranks > 1 and not world.config.policy.shards_gradients
+        self._hooked: dict[Unit, Found] = {}  # that wait for users' hooks, until all of them are there
+        self._sums: dict[ZeroParameter, _Sum] = {}
+        self._kept: dict[ZeroParameter, None] = {}
+        self._taken: set[ZeroParameter] = set()  # whose `.grad` may hold what this backward has reduced already
+
+    def add(self, unit: Unit, found: Found) -> None:
+        """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come."""
+        if unit in self._hooked or any(has_grad_hooks(p.param) for p in unit.parameters if id(p) in found):
+            add_up(self._hooked.setdefault(unit, {}), found)
+        else:
+            self._hand_on(unit, found)
+
+    def run_hooks(self) -> None:
+        """Pass this rank's whole gradients through what users have registered, once a backward, as autograd does."""
+        for unit, waiting in self._hooked.items():
+            for p in unit.parameters:
+                for hook in grad_hooks(p.param) if id(p) in waiting else ():
+                    changed = hook(waiting[id(p)])
+                    waiting[id(p)] = waiting[id(p)] if changed is None else changed
+            self._hand_on(unit, waiting)
+
+    def finish(self, units: Iterable[Unit]) -> list[int]:
+        """Reduce what is left.
+
+        Args:
+            units: of the model, in the order in which a backward comes to them.
+
+        Returns:
+            The order of reductions to expect in the next backward, the same on every rank; empty if nothing was reduced.
+        """
+        if self.reducer is None:
+            return []
+        if self._keeps_whole:
+            for unit in units:
+                self._reduce_sums(unit, self.reducer)
+        return self.reducer.finish()
+
+    def given(self) -> list[ZeroParameter]:
+        """The parameters whose `.grad` has got something in this backward."""
+        return list(self._kept if self.reducer is None else self.reducer.given)
+
+    def abandon(self) -> None:
+        """The backward broke off."""
+        self._hooked.clear()
+        self._sums.clear()
+        if self.reducer is not None:
+            self.reducer.abandon()
+
+    def _hand_on(self, unit: Unit, found: Found) -> None:
+        if not self._keeps_whole:
+            assert self.reducer is not None
+            self.reducer.ready(unit, found)
+            return
+        for p in unit.trainable():
+            if (grad := found.get(id(p))) is None:
+                continue
+            dtype = self._world.precision.reduce_for(grad.dtype)
+            if self.reducer is None:
+                self._kept[p] = None
+                _keep(p, _Sum(grad, dtype), self._world)
+            elif p in self._sums:
+                self._sums[p].add(grad)
+            else:
+                self._sums[p] = _Sum(grad, dtype)
+        # A unit that is used several times is reduced after its last call.
+        if self.reducer is not None and all(getattr(call, "is_done", True) for call in unit.live_calls):
+            self._reduce_sums(unit, self.reducer)
+
+    def _reduce_sums(self, unit: Unit, reducer: Reducer) -> None:
+        taken = {id(p): self._take(p, self._sums.pop(p, None)) for p in unit.trainable()}
+        found = {key: grad for key, grad in taken.items() if grad is not None}
+        if found:
+            reducer.ready(unit, found)
+
+    def _take(self, p: ZeroParameter, total: _Sum | None) -> Tensor | None:
+        """What is to be reduced: the running backward's sum, and what earlier ones have left in `.grad`."""
+        before, is_own = p.param.grad, _is_own(p, p.param.grad)
+        # A whole gradient that was reduced is part of what other ranks have kept, so it is part of what this one gives.
+        is_shared = self._follows_no_sync and before is not None and not p.is_sharded and p not in self._taken
+        self._taken.add(p)
+        if is_own or is_shared:
+            p.param.grad = None
+        if p.has_own_grad and p.param.grad is None and p.param.grad_dtype != p.param.dtype:
+            p.param.grad_dtype = p.param.dtype
+        p.has_own_grad = False
+        if not is_own and not (is_shared and (p.averages or self._world.data.rank == 0)):
+            return None if total is None else total.read()
+        local = torch_compat.local_of(before)  # type: ignore[arg-type]
+        if not is_own:
+            local = local.to(self._world.precision.reduce_for(p.compute_dtype), copy=True)
+        return local if total is None else local.add_(total.read())
+
+
+class _Sum:
+    """This rank's own whole gradient of a parameter: a sum over its uses.
+
+    Args:
+        grad: of the first use, as autograd made it; never written to.
+        dtype: in which the sum is kept.
+    """
+
+    def __init__(self, grad: Tensor, dtype: torch.dtype) -> None:
+        self._tensor = as_dtype(grad, dtype).contiguous()
+        self._is_own = self._tensor.data_ptr() != grad.data_ptr()  # else autograd may have handed it to somebody else
+
+    def add(self, grad: Tensor) -> None:
+        """Add the gradient of another use."""
+        if self._is_own:
+            self._tensor.add_(grad)
+        else:
+            self._tensor, self._is_own = self._tensor + grad.to(self._tensor.dtype), True
+
+    def read(self) -> Tensor:
+        """The sum, not to be written to."""
+        return self._tensor
+
+    def own(self) -> Tensor:
+        """The sum, in memory of its own."""
+        return self._tensor if self._is_own else self._tensor.clone()
+
+
+def _keep(p: ZeroParameter, total: _Sum, world: World) -> None:
+    """Let `.grad` hold what is not to be reduced now: see [Note: gradients under no_sync]."""
+    before, param = p.param.grad, p.param
+    if _is_own(p, before):
+        torch_compat.local_of(before).add_(total.read())  # type: ignore[arg-type]
+        return
+    own = total.own()
+    if before is not None:  # reduced by an earlier backward: the mean over ranks gives it back
+        counts_once = world.is_first_replica if p.is_sharded else world.data.rank == 0
+        factor = p.layout.num_ranks if p.averages else int(counts_once)
+        p.layout.rows_of(own, p.rank).add_(torch_compat.local_of(before), alpha=factor)
+    param.grad = None
+    if param.dtype != own.dtype:
+        param.grad_dtype = own.dtype
+    param.grad = UnreducedGradient.over(own, param, p.averages) if isinstance(param, DTensor) else own
+    p.has_own_grad = True
+
+
+def _is_own(p: ZeroParameter, grad: Tensor | None) -> bool:
+    """Whether `.grad` is what `_keep` has put there, perhaps edited since."""
+    if grad is None or not p.has_own_grad:
+        return False
+    return not isinstance(grad, DTensor) or grad.placements[0].is_partial()

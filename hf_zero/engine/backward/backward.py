@@ -1,0 +1,381 @@
+"""One backward pass: see [Note: one backward] of the package. Autograd's events arrive here."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.backward.accumulation import Accumulation, add_up
+from hf_zero.engine.backward.buckets import WholeReducer
+from hf_zero.engine.backward.buffers import Buffers
+from hf_zero.engine.backward.reduction import Reducer, ways
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.tensor_axis import SameGradients
+from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.call import Call, Entry, check_not_outdated
+from hf_zero.engine.units.gathering import Gathering
+from hf_zero.engine.units.reading import Read, connected
+from hf_zero.engine.units.unit import Lease, Unit
+from hf_zero.errors import UsageError
+
+
+class _Session:
+    """One backward pass, from its first event to its end.
+
+    Attributes:
+        gradients: what has come of them.
+        has_gradients: any has come; not in `torch.autograd.grad(loss, activation)`.
+        leases: of units that autograd's saved tensors need, see [Note: saved weights].
+        open_calls: those whose backward has begun, and not ended.
+        token: dead once autograd has dropped its callback.
+    """
+
+    def __init__(self, gradients: Accumulation, on_break: Callable[[_Session], None]) -> None:
+        self.gradients = gradients
+        self.has_gradients = False
+        self.leases: list[Lease] = []
+        self.open_calls: set[Call] = set()
+        self._token = _Token()
+        self.token = weakref.ref(self._token, lambda _: on_break(self))
+
+    def take_token(self) -> _Token:
+        """An object that lives as long as autograd may still call back; if backward raises, it is gone."""
+        token = self._token
+        del self._token
+        return token
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the backward broke off with an exception."""
+        return self.token() is None
+
+    def give_back(self) -> None:
+        """Give the leases back."""
+        for lease in self.leases:
+            lease.give_back()
+        self.leases.clear()
+
+
+class _Token:
+    """See `_Session.take_token`."""
+
+
+class Backward:
+    """The backward passes of one model, one after the other.
+
+    Args:
+        model: as a whole.
+        world: the ranks.
+        parameters: all of the model.
+        gathering: its units.
+
+    Attributes:
+        session: the pass under way.
+        entries: the modules whose calls need units.
+        anchor: an input of all graphs that hold gathered parameters, so that their functions run.
+    """
+
+    def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
+        self.session: _Session | None = None
+        self.entries: list[Entry] = []
+        self.anchor = torch.zeros((), device=world.device, requires_grad=True)
+        self.gathering = gathering
+        self._anchor_node = torch_compat.gradient_node(self.anchor)
+        self._world = world
+        self._ways = ways(parameters, world)
+        self._trained = parameters
+        self._same_gradients = SameGradients(world)
+        self._buffers = Buffers(model, world)
+        self._watchable = [p for p in parameters if self._is_to_be_watched(p)]
+        self._watched: set[int] = set()
+        self._handles: list[Any] = []
+        self._is_syncing = True
+        self._follows_no_sync = False  # since the last reduction
+
+    # --- gradients that autograd adds up itself ----------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Watch the parameters that are trainable now; torch refuses a hook on others, which may be thawed later."""
+        for p in self._watchable:
+            if p.param.requires_grad and id(p) not in self._watched:
+                self._watched.add(id(p))
+                self._handles.append(self._watch(p))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _is_to_be_watched(self, p: ZeroParameter) -> bool:
+        """Whether torch's own gradient of a parameter, as of a regulariser, may not be cut as the parameter is."""
+        return isinstance(p.param, DTensor) and not p.layout.local_numel(p.layout.num_ranks - 1)
+
+    def _watch(self, p: ZeroParameter) -> Any:
+        """Torch computes on whole tensors where there are fewer rows than ranks: let `.grad` have this rank's rows."""
+        of_parameter, node = weakref.ref(p), torch_compat.gradient_node(p.param)
+
+        def cut(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            (grad,), param = gradients, None if (known := of_parameter()) is None else known.param
+            if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements == param.placements:
+                return None
+            return (grad.redistribute(param.device_mesh, param.placements),)
+
+        return _Watched(node, node.register_prehook(cut))
+
+    # --- the pass -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is under way."""
+        return self.session is not None and not self.session.is_dead and torch_compat.in_backward()
+
+    def begin(self) -> _Session:
+        """The pass under way; a new one at its first event."""
+        self.recover_if_dead()
+        if self.session is None:
+            self.gathering.flush_edits()
+            gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
+            self.session = _Session(gradients, self._on_break)
+            self.gathering.order.begin("backward")
+            token = self.session.take_token()
+            torch_compat.after_backward(lambda token=token: self._end())  # type: ignore[misc]
+        return self.session
+
+    def _make_reducer(self) -> Reducer | None:
+        if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.config.policy.shards_gradients:
+            return None
+        trainable = {unit.index: unit for unit in self.gathering.units if unit.is_trained}
+        return Reducer(trainable, self._world, self.gathering.reductions, self._ways, self.gathering.num_steps)
+
+    def _end(self) -> None:
+        session = self.session
+        if session is None:
+            return
+        self._finish_calls(session)
+        session.gradients.run_hooks()
+        self.gathering.order.end()
+        self.gathering.reads.clear()
+        self.session = None
+        session.give_back()
+        self._finish(session)
+        if session.has_gradients and self._is_syncing:
+            self._buffers.even_out()
+        self.gathering.drop()
+        if self._world.tensor.num_ranks > 1 and session.has_gradients and session.gradients.reducer is not None:
+            self._same_gradients.check(self.gathering.num_steps, [(p.name, p.param) for p in self._trained])
+        for p in session.gradients.given():
+            for hook in post_accumulate_hooks(p.param):
+                hook(p.param)
+
+    def _finish(self, session: _Session) -> None:
+        if session.has_gradients:
+            order = session.gradients.finish(reversed(self.gathering.units))
+            self.gathering.expect(order or self.gathering.reductions)
+            self._follows_no_sync = self._follows_no_sync and session.gradients.reducer is None
+
+    def _on_break(self, session: _Session) -> None:
+        """Autograd has dropped a session's callback: it has been called, or the backward broke off."""
+        if self.session is session:
+            self.recover()
+
+    def recover_if_dead(self) -> None:
+        """Put everything at rest, if a pass broke off that nobody has told of."""
+        if self.session is not None and self.session.is_dead:
+            self.recover()
+
+    def recover(self) -> None:
+        """Put everything at rest after a pass that broke off."""
+        session, self.session = self.session, None
+        if session is None:
+            return
+        for call in list(session.open_calls):
+            call.gradients = {}
+            self._close(call)
+        self.gathering.order.abandon()
+        self.gathering.reads.clear()
+        session.give_back()
+        for entry in self.entries:
+            entry.backward_call = None
+        session.gradients.abandon()
+        self.gathering.drop()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within: backward passes of stages 0 and 1 accumulate whole gradients and exchange nothing, as under DDP.
+
+        Stages 2 and 3 reduce every micro-batch into the shards, within and without. The last backward before the
+        optimizer's step must run outside.
+        """
+        before, self._is_syncing = self._is_syncing, False
+        self._follows_no_sync = True  # told by the context, which all ranks enter: not all may run a backward in it
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def on_root_gradient(self, gradient: Tensor) -> None:
+        """The gradient of an output of the model is there."""
+        _refuse_create_graph()
+        self.begin()
+
+    def on_call_begin(self, call: Call, tensors: list[Tensor]) -> None:
+        """The first gradient of a call's outputs is there: its units must be whole while its backward runs."""
+        _refuse_create_graph()
+        session = self.begin()
+        if call.session is session or call in session.open_calls:
+            return
+        call.check_not_outdated()
+        self._finish_calls(session, before=call)
+        session.open_calls.add(call)
+        call.graph_task = torch_compat.graph_task()
+        if not call.entry.reads_in_backward:
+            return
+        if not call.leases:
+            self.gathering.acquire(call)
+        call.install(tensors, self.make_whole)
+        call.entry.backward_call = call
+
+    def on_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
+        """All gradients of a call's parameters are there (None: not used)."""
+        _refuse_create_graph()
+        session = self.begin()
+        call.check_not_outdated()
+        session.has_gradients = True
+        pairs = zip(call.parameters, gradients, strict=True)
+        add_up(
+            call.gradients, {id(p): torch_compat.complete(g) for p, g in pairs if g is not None and self._is_wanted(p)}
+        )
+        # A reentrant checkpoint inside the call runs a backward of its own: the rest of the call is still to come.
+        if call not in session.open_calls or call.graph_task == torch_compat.graph_task():
+            self._finish_call(call, session)
+
+    def on_read_gradient(self, read: Read, gradient: Tensor) -> None:
+        """The gradient of a parameter that was read outside its module's call is there."""
+        _refuse_create_graph()
+        session = self.begin()
+        check_not_outdated(read.unit, read.epoch)
+        if self._is_wanted(read.parameter):
+            session.has_gradients = True
+            session.gradients.add(read.unit, {id(read.parameter): gradient})
+
+    def make_whole(self, unit: Unit, epoch: int) -> None:
+        """Autograd needs a saved view of a unit: let the unit be whole until this backward ends."""
+        check_not_outdated(unit, epoch)
+        if not unit.is_whole:
+            self.begin().leases.append(unit.acquire())
+
+    def _is_wanted(self, p: ZeroParameter) -> bool:
+        """Whether the running backward is to give `p` a gradient: `backward(inputs=...)` names those that get one."""
+        try:
+            if torch_compat.will_run(self._anchor_node):
+                return True
+            leaf = connected(p)
+            return leaf is not None and torch_compat.will_run(torch_compat.gradient_node(leaf))
+        except RuntimeError as error:
+            raise UsageError(
+                f"torch.autograd.grad does not work for the partitioned parameter {p.name!r}, whose gradient is reduced over "
+                "the ranks: use `loss.backward()`, or `loss.backward(inputs=[...])`, and read `.grad`"
+            ) from error
+
+    def _finish_calls(self, session: _Session, before: Call | None = None) -> None:
+        """Finish all calls, or those whose forward came after all of `before`: autograd runs the latest nodes first."""
+        for call in sorted(session.open_calls, key=lambda call: -call.began):
+            if before is None or (before.ended is not None and before.ended < call.began):
+                self._finish_call(call, session)
+
+    def _finish_call(self, call: Call, session: _Session) -> None:
+        """A call's backward is over: hand on its gradients, and put its units back."""
+        call.is_done = True
+        gradients, call.gradients = call.gradients, {}
+        for unit in call.units:
+            found = gradients
+            if len(call.units) > 1:
+                found = {id(p): gradients[id(p)] for p in unit.parameters if id(p) in gradients}
+            if found:
+                session.gradients.add(unit, found)
+        self._close(call)
+
+    def _close(self, call: Call) -> None:
+        session = self.session
+        if session is not None:
+            session.open_calls.discard(call)
+            call.session = session
+        if call.entry.backward_call is call:
+            call.entry.backward_call = None
+        call.uninstall()
+        for unit in call.units:
+            unit.is_kept = False
+        call.release()
+
+
+class PlainBackward(Backward):
+    """Where nothing is partitioned (stage 0 in one dtype): autograd adds the gradients up, and they are averaged in buckets."""
+
+    def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
+        super().__init__(model, world, parameters, gathering)
+        self._reducer = WholeReducer(parameters, world)
+
+    def _is_to_be_watched(self, p: ZeroParameter) -> bool:
+        return self._world.data.num_ranks > 1
+
+    def _watch(self, p: ZeroParameter) -> Any:
+        return _watch_gradient(p, self._on_gradient)
+
+    def _on_gradient(self, p: ZeroParameter) -> None:
+        self.begin().has_gradients = True
+        self._reducer.arrived(p, self._is_syncing)
+
+    def _make_reducer(self) -> None:
+        return None
+
+    def _finish(self, session: _Session) -> None:
+        if session.has_gradients and self._is_syncing:
+            self._reducer.finish(self.gathering.num_steps)
+
+    def recover(self) -> None:
+        """Put everything at rest after a pass that broke off."""
+        has_broken_off = self.session is not None
+        super().recover()
+        if has_broken_off:
+            self._reducer.abandon()
+
+
+class _Watched(NamedTuple):
+    """A node of the graph, which lives only as long as somebody holds it, with a hook."""
+
+    node: Any
+    handle: Any
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self.handle.remove()
+
+
+def _watch_gradient(p: ZeroParameter, on_gradient: Callable[[ZeroParameter], None]) -> Any:
+    """Call `on_gradient(p)` whenever autograd has added to the gradient of a plain parameter; returns the handle."""
+    owner, of_parameter = weakref.WeakMethod(on_gradient), weakref.ref(p)
+
+    def hook(_: Tensor) -> None:  # a tensor's hooks are invisible to the garbage collector: no cycle through them
+        call, parameter = owner(), of_parameter()
+        if call is not None and parameter is not None:
+            call(parameter)
+
+    return p.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _refuse_create_graph() -> None:
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "backward with create_graph=True is not supported under ZeRO: gradients of partitioned parameters are reduced "
+            "outside autograd, so they cannot be differentiated again"
+        )

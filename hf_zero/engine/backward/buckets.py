@@ -1,0 +1,245 @@
+"""Gradients of plain parameters (stage 0 in one dtype): averaged in buckets while the backward goes on.
+
+[Note: buckets] Buckets are the same on all ranks, and are reduced in the same order: the model's, from its end, of the
+parameters that any rank used in the last reduction. A bucket is begun once its gradients have come and the hooks of all of
+them have run; it is reduced in the gradients' own memory, which `.grad` lets go meanwhile, so that whatever autograd still
+adds goes elsewhere, and is reduced at the end. At the end the ranks agree what anybody has used and which buckets have begun: a
+rank gives zeros for what it has not used of them, and what of the rest has been used anywhere is reduced then. What autograd
+comes to several times in a backward (under reentrant checkpoints), and what users have given hooks of their own, is in no
+bucket from then on: hooks see what they see in a process alone.
+
+[Note: a torn backward] If a backward breaks off, the ranks may have begun different numbers of buckets. Exchanges meet by their
+number, so until the ranks have met and made up for those, none begins early. Gradients that were under way are lost, and not a
+number until they are cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.exchange import Exchange
+from hf_zero.engine.backward.votes import bits, check_alike, fingerprint, words
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import CollectiveError
+
+_BUCKET_BYTES = 25 * 2**20  # as under DDP: enough for the network, and early enough for the backward
+
+
+@dataclass(eq=False)
+class _Part:
+    """A parameter's gradient on its way.
+
+    Attributes:
+        parameter: whose.
+        grad: what `.grad` is to be afterwards, taken from it; None: there was none.
+        flat: what is summed.
+    """
+
+    parameter: ZeroParameter
+    grad: Tensor | None
+    flat: Tensor
+
+    @classmethod
+    def of(cls, p: ZeroParameter) -> _Part:
+        """Take a gradient, or zeros if there is none. One that was reduced before is given back by the mean over ranks."""
+        grad = p.param.grad
+        if grad is None:
+            return cls.of_zeros(p)
+        p.param.grad = None
+        return cls(p, grad, grad.contiguous().view(-1))
+
+    @classmethod
+    def of_zeros(cls, p: ZeroParameter) -> _Part:
+        """For a parameter of which this rank has no gradient."""
+        return cls(p, None, torch.zeros(p.param.numel(), dtype=p.param.dtype, device=p.param.device))
+
+    def put_back(self, is_wanted: bool) -> None:
+        """Let `.grad` have the mean, if anybody gave something to it."""
+        param = self.parameter.param
+        mean, grad = self.flat.view(param.shape), self.grad
+        if grad is None:
+            param.grad = mean if is_wanted else None  # hooks may drop gradients on all ranks
+        else:
+            param.grad = grad if grad.data_ptr() == mean.data_ptr() else grad.copy_(mean)
+
+
+class WholeReducer:
+    """Averages the gradients of plain parameters over the ranks.
+
+    Args:
+        parameters: all of the model.
+        world: the ranks.
+    """
+
+    def __init__(self, parameters: list[ZeroParameter], world: World) -> None:
+        self._parameters = parameters
+        self._world = world
+        self._used: set[int] = set()  # that autograd has added to since the last reduction
+        self._buckets: list[list[ZeroParameter]] = []
+        self._bucket_of: dict[int, int] = {}
+        self._unbucketed: set[int] = set()  # the same on all ranks
+        self._is_torn = False
+        self._abandoned: list[Exchange] = []  # of a torn backward: of the first buckets
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what has come of the last backward."""
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._arrived: set[int] = set()
+        self._under_way: list[tuple[Exchange, list[_Part]]] = []
+        self._waiting: set[int] = set()  # what is not to be reduced before the end
+        self._later: set[int] = set()  # what has come after its bucket had begun
+
+    def arrived(self, p: ZeroParameter, is_syncing: bool) -> None:
+        """Autograd has added to the gradient of `p`, whose other hooks may still be to run."""
+        self._used.add(id(p))
+        if not is_syncing:
+            return
+        index = self._bucket_of.get(id(p), -1)
+        self._start()
+        if 0 <= index < len(self._under_way):
+            self._later.add(id(p))
+        is_hooked = len(post_accumulate_hooks(p.param)) > 1  # one is the engine's
+        if id(p) in self._arrived or is_hooked:
+            self._waiting.add(id(p))
+        elif index >= 0:
+            self._missing[index] -= 1
+        self._arrived.add(id(p))
+
+    def _start(self) -> None:
+        """Begin the buckets whose turn it is."""
+        while not self._is_torn and (index := len(self._under_way)) < len(self._buckets) and not self._missing[index]:
+            self._reduce([_Part.of(p) for p in self._buckets[index]])
+
+    def _reduce(self, parts: list[_Part]) -> None:
+        self._under_way.append((self._all_reduce(parts), parts))
+
+    def _all_reduce(self, parts: list[_Part]) -> Exchange:
+        data = self._world.data
+        return data.all_reduce([part.flat for part in parts], "gradients", data.num_ranks)
+
+    def finish(self, num_steps: int) -> None:
+        """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`.
+
+        Args:
+            num_steps: that the optimizer has taken.
+        """
+        try:
+            self._finish(num_steps)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _finish(self, num_steps: int) -> None:
+        self._start()
+        given = {id(part.parameter) for _, parts in self._under_way for part in parts if part.grad is not None}
+        trainable = [p for p in self._parameters if p.param.requires_grad]
+        has = [id(p) in self._used and (p.param.grad is not None or id(p) in given) for p in trainable]
+        used = sum(1 << position for position, is_used in enumerate(has) if is_used)
+        waiting = (self._waiting | self._later) - self._unbucketed
+        flags = [len(self._under_way), len(self._abandoned), int(self._is_torn), int(bool(waiting))]
+        values = [fingerprint(trainable), num_steps, *flags, *words(used, len(self._parameters))]
+        rows = self._world.everyone.agree(values, "the end of backward")
+        check_alike((row[0] for row in rows), (row[1] for row in rows))
+        num_begun = [row[2] for row in rows]
+        if any(row[4] for row in rows):
+            self._make_up(num_begun, [row[3] for row in rows])
+        anywhere = self._chosen(trainable, (row[6:] for row in rows))
+        while len(self._under_way) < max(num_begun):
+            self._reduce([_Part.of(p) for p in self._buckets[len(self._under_way)]])
+        have_begun = {id(part.parameter) for _, parts in self._under_way for part in parts}
+        later: list[ZeroParameter] = []
+        if any(row[5] for row in rows):
+            self._unbucketed.update(map(id, self._agree_on(waiting, trainable)))
+            later = [p for p in self._agree_on(self._later, trainable) if p in anywhere]
+        extra = [_Part.of(p) if id(p) in self._later else _Part.of_zeros(p) for p in later]
+        for bucket in self._divided([p for p in reversed(anywhere) if id(p) not in have_begun]):
+            self._reduce([_Part.of(p) for p in bucket])
+        self._complete({id(p) for p in anywhere})
+        if extra:
+            firsts = [p.param.grad for p in later]
+            self._reduce(extra)
+            self._complete({id(p) for p in later})
+            for p, first in zip(later, firsts, strict=True):
+                assert first is not None and p.param.grad is not None
+                p.param.grad = first.add_(p.param.grad)
+        self._used.clear()
+        self._expect([p for p in reversed(anywhere) if id(p) not in self._unbucketed])
+
+    def abandon(self) -> None:
+        """The backward broke off: see [Note: a torn backward]."""
+        self._is_torn = True
+        for exchange, parts in self._under_way:
+            self._abandoned.append(exchange)
+            for part in parts:
+                if part.grad is not None:  # exchanges still write to it
+                    part.parameter.param.grad = torch.full_like(part.grad, torch.nan)
+        self._begin()
+
+    def _make_up(self, num_begun: list[int], num_abandoned: list[int]) -> None:
+        """Take part in the exchanges of a torn backward that other ranks have begun, and drop what they give.
+
+        Raises:
+            CollectiveError: on all ranks, where some have begun to reduce this backward, which met the others' torn one.
+        """
+        most = max(num_abandoned)
+        if most and (any(num_begun) or most > len(self._buckets)):
+            torn = [rank for rank, count in enumerate(num_abandoned) if count]
+            raise CollectiveError(
+                f"a backward broke off on ranks {torn} while gradients were averaged, and not on all ranks, so the gradients "
+                "of different backwards have met: call `zero_grad()` on all ranks and go on with the next batch"
+            )
+        for bucket in self._buckets[len(self._abandoned) : most]:
+            self._abandoned.append(self._all_reduce([_Part.of_zeros(p) for p in bucket]))
+        while self._abandoned:
+            self._abandoned[0].wait()
+            self._abandoned.pop(0)
+        self._is_torn = False
+
+    def _complete(self, wanted: set[int]) -> None:
+        while self._under_way:
+            exchange, parts = self._under_way[0]
+            exchange.wait()
+            for part in parts:
+                part.put_back(id(part.parameter) in wanted)
+            self._under_way.pop(0)
+
+    def _agree_on(self, mine: set[int], trainable: list[ZeroParameter]) -> list[ZeroParameter]:
+        """The parameters that any rank names."""
+        named = sum(1 << position for position, p in enumerate(trainable) if id(p) in mine)
+        rows = self._world.everyone.agree(words(named, len(self._parameters)), "gradients that wait for the end")
+        return self._chosen(trainable, rows)
+
+    @staticmethod
+    def _chosen(trainable: list[ZeroParameter], bitmaps: Iterable[Sequence[int]]) -> list[ZeroParameter]:
+        """Parameters whose bit any rank has set."""
+        found = 0
+        for bitmap in bitmaps:
+            found |= bits(bitmap)
+        return [p for position, p in enumerate(trainable) if found >> position & 1]
+
+    def _expect(self, parameters: list[ZeroParameter]) -> None:
+        """Next time the gradients of these are to come, in this order, the same on every rank."""
+        if [p for bucket in self._buckets for p in bucket] != parameters:
+            self._buckets = self._divided(parameters)
+            self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._begin()
+
+    def _divided(self, parameters: list[ZeroParameter]) -> list[list[ZeroParameter]]:
+        """Buckets of one dtype each."""
+        limit = min(self._world.config.bucket_bytes, _BUCKET_BYTES)
+        buckets: list[list[ZeroParameter]] = []
+        num_bytes = 0
+        for p in parameters:
+            if not buckets or num_bytes + p.whole_nbytes > limit or buckets[-1][0].param.dtype != p.param.dtype:
+                buckets.append([])
+                num_bytes = 0
+            buckets[-1].append(p)
+            num_bytes += p.whole_nbytes
+        return buckets

@@ -1,0 +1,289 @@
+"""Gradients of one backward: reduced unit by unit in the agreed order, bounded in flight, added to the shards' `.grad`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import wire
+from hf_zero.comm.collectives import Rows
+from hf_zero.comm.exchange import Exchange
+from hf_zero.engine.backward.votes import bits, check_alike, fingerprint, words
+from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.schedule import ReductionOrder
+from hf_zero.engine.units.unit import Unit
+from hf_zero.errors import CollectiveError
+
+
+def num_values_agreed(num_parameters: int) -> int:
+    """How many numbers the ranks agree on at the end of a backward."""
+    return 5 + len(words(0, num_parameters))
+
+
+def given_dtype(p: ZeroParameter, world: World) -> torch.dtype:
+    """The dtype in which a whole gradient is given to its exchange, known to all ranks, also to one that has no gradient.
+
+    Autograd's own, that of the whole parameter, where a sum of rows is made of gradients as autograd made them. What stays
+    whole is all-reduced in the sum's dtype, and what was added up over micro-batches before is in that dtype already.
+    """
+    is_as_made = p.is_sharded and world.config.policy.shards_gradients
+    return world.precision.sent_for(p.compute_dtype) if is_as_made else world.precision.reduce_for(p.compute_dtype)
+
+
+def sent_dtype(p: ZeroParameter, world: World) -> torch.dtype:
+    """The dtype in which a gradient travels."""
+    if world.collectives.sends_rows_as_given and world.config.reduce_scatter is True:
+        return given_dtype(p, world)
+    return world.precision.reduce_for(p.compute_dtype)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a parameter's gradient is reduced; facts that all ranks share.
+
+    Attributes:
+        given: dtype in which it is given to its exchange.
+        summed: dtype in which it is added up.
+        sent_bytes: of the whole gradient as it travels.
+    """
+
+    given: torch.dtype
+    summed: torch.dtype
+    sent_bytes: int
+
+
+def ways(parameters: Iterable[ZeroParameter], world: World) -> dict[int, Way]:
+    """The way of every parameter's gradient, by id."""
+    return {
+        id(p): Way(
+            given_dtype(p, world),
+            world.precision.reduce_for(p.compute_dtype),
+            p.layout.numel * sent_dtype(p, world).itemsize,
+        )
+        for p in parameters
+    }
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A unit's gradients on their way: which parameter gets which rows, and which ones this rank has used."""
+
+    unit: str
+    num_bytes: int
+    exchanges: list[Exchange]
+    results: list[tuple[ZeroParameter, Tensor, bool]]
+
+
+@dataclass(eq=False)
+class Reducer:
+    """Reduces the gradients of one backward pass: within each replica, and then over the replicas.
+
+    [Note: agreed reductions] Ranks may use different parameters: an expert that got no token, a branch not taken. All
+    of them reduce the same units in the same order nevertheless; who has no gradient adds zeros. At the end they agree
+    which parameters anybody used: the others keep `.grad = None`, since an optimizer step with a zero gradient is not a
+    step without one (weight decay, moments).
+
+    Args:
+        units: all units with a trainable parameter, by number.
+        world: the ranks.
+        expected: the order of reductions, the same on every rank.
+        ways: of every parameter of the model, trainable or not.
+        num_steps: optimizer steps so far, which tell whether the ranks are in the same one.
+    """
+
+    units: dict[int, Unit]
+    world: World
+    expected: Sequence[int]
+    ways: Mapping[int, Way]
+    num_steps: int = 0
+    _order: ReductionOrder = field(init=False)
+    _gradients: dict[int, deque[dict[int, Tensor]]] = field(default_factory=dict)
+    _in_flight: deque[_InFlight] = field(default_factory=deque)
+    _between_replicas: deque[_InFlight] = field(default_factory=deque)
+    _used: set[int] = field(default_factory=set)
+    _unused: dict[int, Tensor] = field(default_factory=dict)
+    given: dict[ZeroParameter, None] = field(default_factory=dict)  # what has got a gradient
+
+    def __post_init__(self) -> None:
+        self._order = ReductionOrder([index for index in self.expected if index in self.units])
+
+    def ready(self, unit: Unit, gradients: dict[int, Tensor]) -> None:
+        """A unit's whole gradients are there.
+
+        Args:
+            unit: the unit.
+            gradients: id(ZeroParameter) -> gradient of the whole shape; never written to. Those not used are missing.
+        """
+        self._used.update(gradients)
+        self._gradients.setdefault(unit.index, deque()).append(gradients)
+        for index in self._order.ready(unit.index):
+            self._start(index)
+
+    def finish(self) -> list[int]:
+        """Reduce what is left, agree on what was used, and add everything to `.grad`.
+
+        Returns:
+            The order of reductions to expect in the next backward, the same on every rank.
+        """
+        for index in self._order.rest():
+            self._start(index)
+        leftover = self._order.leftover()
+        parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
+        reports = self._agree(parameters, bool(leftover))
+        if any(report.has_leftover for report in reports):
+            self._reduce_leftover(leftover)
+        while self._in_flight:
+            self._complete()
+        while self._between_replicas:
+            self._complete_replicas()
+        self.world.collectives.settle()
+        used_somewhere = 0
+        for report in reports:
+            used_somewhere |= report.used
+        for position, p in enumerate(parameters):
+            if used_somewhere >> position & 1:
+                self.given[p] = None
+                if id(p) in self._unused:
+                    p.add_grad(self._unused[id(p)])
+        return self._next_order(any(report.is_unexpected for report in reports))
+
+    def abandon(self) -> None:
+        """The backward broke off: wait for what is under way, and drop it."""
+        for item in [*self._in_flight, *self._between_replicas]:
+            for exchange in item.exchanges:
+                exchange.wait()
+        self._in_flight.clear()
+        self._between_replicas.clear()
+
+    def _start(self, index: int) -> None:
+        unit = self.units[index]
+        waiting = self._gradients.get(index)
+        gradients = waiting.popleft() if waiting else {}
+        sharded: list[Rows] = []
+        outputs: list[Tensor] = []
+        summed: list[Tensor] = []
+        results: list[tuple[ZeroParameter, Tensor, bool]] = []
+        num_bytes = 0
+        for p in unit.trainable():
+            grad, way = gradients.get(id(p)), self.ways[id(p)]
+            is_used = grad is not None
+            flat = self._flat(p, grad, way.given)
+            num_bytes += way.sent_bytes
+            if p.is_sharded:
+                output = flat.new_empty(p.local_numel, dtype=way.summed)
+                sharded.append(Rows(flat, p.layout))
+                outputs.append(output)
+                results.append((p, output, is_used))
+            else:
+                own = flat.clone() if is_used and flat.data_ptr() == grad.data_ptr() else flat  # type: ignore[union-attr]
+                summed.append(own)
+                results.append((p, own, is_used))
+        while self._in_flight and self._bytes_in_flight() + num_bytes > self.world.config.bucket_bytes:
+            self._complete()
+        exchanges = []
+        if sharded:
+            exchanges.append(self._reduce_rows(sharded, outputs, unit.name))
+        if summed:
+            exchanges.append(self.world.data.all_reduce(summed, unit.name, self._divisor))
+        self._in_flight.append(_InFlight(unit.name, num_bytes, exchanges, results))
+
+    def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
+        """Begin the exchange that the configuration asks for."""
+        collectives, divisor = self.world.collectives, self._divisor if self.world.replicas.num_ranks == 1 else 1
+        match self.world.config.reduce_scatter:
+            case True:
+                sent_as = self.world.config.wire.reduce
+                return wire.reduce_scatter(collectives, items, outputs, unit, divisor, sent_as)
+            case False:
+                return collectives.reduce_whole(items, outputs, unit, divisor)
+            case "to_owner":
+                return collectives.reduce_to_owners(items, outputs, unit, divisor)
+
+    @property
+    def _divisor(self) -> int:
+        return self.world.data.num_ranks if self.world.config.gradient_reduction == "mean" else 1
+
+    def _flat(self, p: ZeroParameter, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if grad is None:
+            return torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
+        grad = as_dtype(grad, dtype)
+        return grad if grad.ndim == 1 and grad.is_contiguous() else p.layout.flat(grad)
+
+    def _bytes_in_flight(self) -> int:
+        return sum(item.num_bytes for item in self._in_flight)
+
+    def _complete(self) -> None:
+        """Wait for the oldest reduction within the replica; its rows go on to the other replicas, or to the gradients."""
+        item = self._in_flight.popleft()
+        for exchange in item.exchanges:
+            exchange.wait()
+        if self.world.replicas.num_ranks == 1:
+            self._add(item)
+            return
+        rows = [rows for p, rows, _ in item.results if p.is_sharded]
+        exchange = self.world.replicas.all_reduce(rows, item.unit, self._divisor)
+        self._between_replicas.append(replace(item, exchanges=[exchange]))
+        while len(self._between_replicas) > 1:
+            self._complete_replicas()
+
+    def _complete_replicas(self) -> None:
+        """Wait for the oldest sum over the replicas, and add its rows to the gradients."""
+        item = self._between_replicas.popleft()
+        for exchange in item.exchanges:
+            exchange.wait()
+        self._add(item)
+
+    def _add(self, item: _InFlight) -> None:
+        for p, rows, is_used in item.results:
+            if is_used:
+                p.add_grad(rows)
+            elif id(p) in self._unused:
+                self._unused[id(p)].add_(rows)
+            else:
+                self._unused[id(p)] = rows
+
+    def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
+        used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
+        trail = self.world.collectives.trail
+        flags = [int(has_leftover), int(self._order.is_unexpected()), fingerprint(parameters), trail, self.num_steps]
+        rows = self.world.everyone.agree([*flags, *words(used, len(self.ways))], "the end of backward")
+        check_alike((row[2] for row in rows), (row[4] for row in rows))
+        if len({row[3] for row in rows}) > 1:
+            raise CollectiveError(
+                "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
+                "in stage 3 every rank must call the same units in the same order"
+            )
+        return [_Report(bool(row[0]), bool(row[1]), bits(row[5:])) for row in rows]
+
+    def _reduce_leftover(self, leftover: list[int]) -> None:
+        """Reduce units once more, as often as the rank that has most is waiting with them."""
+        indices = sorted(self.units)
+        rows = self.world.everyone.agree([leftover.count(index) for index in indices], "units reduced again")
+        for index, *counts in zip(indices, *rows, strict=True):
+            for _ in range(max(counts)):
+                self._start(index)
+
+    def _next_order(self, is_unexpected: bool) -> list[int]:
+        """The order of rank 0's backward, where any rank's went in another one than expected."""
+        if not is_unexpected:
+            return list(self.expected)
+        seen = self._order.seen()
+        lengths = self.world.everyone.agree([len(seen)], "length of the order of reductions")
+        longest = max(length for (length,) in lengths)
+        rows = self.world.everyone.agree(seen + [-1] * (longest - len(seen)), "order of reductions")
+        order = [index for index in rows[0] if index >= 0]
+        return order + [index for index in self.expected if index not in order]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank says at the end of a backward: bit i of `used` stands for the i-th trainable parameter."""
+
+    has_leftover: bool
+    is_unexpected: bool
+    used: int

@@ -1,0 +1,201 @@
+"""Module and autograd hooks -> engine events.
+
+[Note: life of a call] When a module that needs units is called, its pre-hook makes them whole, passes the whole tensors
+through `_Gather` (an autograd function without inputs of its own, so that its backward gets all their gradients at once)
+and puts them into the modules; the forward hook puts the shards back. The first gradient of an output makes the units
+whole again, into the same storages, and puts the *same* function outputs back, since a checkpointed `forward` is
+recomputed without module hooks. Autograd runs ready nodes by sequence number, latest first, and the function's node is
+older than everything inside the call: so its backward runs after the rest of the call, and may release the units.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.engine.backward.backward import Backward
+from hf_zero.engine.units.call import Call, Entry
+from hf_zero.engine.units.reading import connected, is_running, replace_tensors, tensors_in
+from hf_zero.engine.units.saved import SavedWeights
+from hf_zero.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+class _Gather(torch.autograd.Function):
+    """Hands out whole parameters; its backward gets all their gradients at once."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: Call, backward: Backward, *leaves: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.call, ctx.engine, ctx.num_leaves = call, backward, len(leaves)
+        ctx.set_materialize_grads(False)
+        tensors = call.whole_tensors()
+        frozen = [t for t, p in zip(tensors, call.parameters, strict=True) if not p.param.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.engine.on_gradients(ctx.call, gradients)
+        return (None, None, None, *[None] * ctx.num_leaves)
+
+
+class EntryHooks:
+    """The hooks of one module whose calls need units.
+
+    Args:
+        entry: the module.
+        module: the same.
+        backward: of its model.
+    """
+
+    def __init__(self, entry: Entry, module: nn.Module, backward: Backward, reshards: bool) -> None:
+        self.entry = entry
+        self._keeps = entry.reads_in_backward or not reshards
+        self._backward = weakref.ref(backward)
+        self.handles = [
+            module.register_forward_pre_hook(Hook(self.before), with_kwargs=True, prepend=True),
+            module.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
+        ]
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        """The pre-hook: make the units whole, and put them into the modules."""
+        entry, backward = self.entry, self._backward()
+        if entry.is_closed:
+            return None  # the root's hook has made a new engine in this call, and torch calls old hooks without kwargs
+        if backward is not None and not entry.stack and backward.gathering.has_nothing_to_do():
+            return None
+        if entry.stack and entry.backward_call is None and is_running(module) <= len(entry.stack):
+            entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
+        is_inside = entry.backward_call is not None or bool(entry.stack)
+        entry.stack.append(None)  # before anything can raise: the forward hook pops it in any case
+        if backward is None or entry.is_closed or is_inside or self._is_gathered_elsewhere():
+            return None  # recomputed inside its own backward, or called from within itself: the tensors are in place
+        backward.recover_if_dead()
+        backward.gathering.begin_read()
+        call = Call(entry)
+        entry.stack[-1] = (call, [])
+        backward.gathering.acquire(call)
+        is_traced = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if is_traced and any(p.param.requires_grad for p in call.parameters):
+            leaves = [connected(p) for p in call.parameters]
+            tensors = list(_Gather.apply(backward.anchor, call, backward, *leaves))  # type: ignore[no-untyped-call]
+            for unit in entry.units:
+                unit.live_calls.add(call)
+        else:
+            tensors = call.whole_tensors()
+        tensors = [p.as_seen(tensor) for p, tensor in zip(call.parameters, tensors, strict=True)]
+        entry.stack[-1] = (call, tensors)
+        call.install(tensors, backward.make_whole)
+        call.versions = [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
+        releasable = [unit for unit in entry.units if unit.is_releasable]
+        if releasable and is_traced:
+            call.saved_weights = SavedWeights(releasable, backward.make_whole)
+        if releasable and (call.saved_weights is None or call.saved_weights.is_active):
+            call.num_holders = [unit.num_holders() for unit in releasable]
+        return None
+
+    def _is_gathered_elsewhere(self) -> bool:
+        """Whether the modules hold whole parameters already, inside `GatheredParameters`."""
+        if not any(unit.is_whole_elsewhere for unit in self.entry.units):
+            return False
+        whole = [p.is_whole_elsewhere for unit in self.entry.units for p in unit.parameters]
+        if any(whole) and not all(whole):
+            raise UsageError(
+                f"a forward of {self.entry.units[0].name!r} inside GatheredParameters needs all of its parameters to be "
+                "gathered, or none: give GatheredParameters the module"
+            )
+        return any(whole)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        top = self.entry.stack.pop() if self.entry.stack else None
+        backward = self._backward()
+        if top is None or backward is None:
+            return None
+        call, tensors = top
+        call.end_forward()
+        _check_unchanged(call, tensors)
+        found = list(tensors_in(output))
+        if copies := self._copies_of_views(found):
+            output = replace_tensors(output, copies)
+            found = [copies.get(id(tensor), tensor) for tensor in found]
+        self._find_holders(call, len(copies))
+        watched = [t for t in found if t.requires_grad] if torch.is_grad_enabled() else []
+        call.release(kept=backward.gathering.kept_for_backward if watched and self._keeps else ())
+        if watched:
+            on_gradient = _OnOutputGradient(backward, call, tensors)
+            for tensor in watched:
+                tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+        return output
+
+    def _copies_of_views(self, found: list[Tensor]) -> dict[int, Tensor]:
+        """Copies, by id, of the tensors that are views of memory that will be released: a module may return its parameter."""
+        places = [(u.address, u.address + u.buffer_nbytes) for u in self.entry.units if u.is_releasable and u.is_whole]
+        return {
+            id(tensor): tensor.clone()
+            for tensor in found
+            if tensor.layout is torch.strided and any(start <= tensor.data_ptr() < end for start, end in places)
+        }
+
+    def _find_holders(self, call: Call, num_outputs: int) -> None:
+        """Keep the memory of a unit for good if somebody has kept a view of it, see [Note: saved weights]."""
+        releasable = [unit for unit in self.entry.units if unit.is_releasable]
+        for unit, before in zip(releasable, call.num_holders, strict=False):
+            if unit.num_holders() > before + num_outputs and not sys.exc_info()[1]:
+                unit.is_held = True
+                logger.warning(
+                    "a view of the parameters of %r outlives their module's call (an attribute, a custom function's "
+                    "context): its memory stays from now on",
+                    unit.name,
+                )
+
+
+def _check_unchanged(call: Call, tensors: list[Tensor]) -> None:
+    if not call.versions or call.versions == [tensor._version for tensor in tensors]:
+        return
+    for p, tensor, version in zip(call.parameters, tensors, call.versions, strict=False):
+        if p.is_sharded and tensor._version != version:
+            raise UsageError(
+                f"parameter {p.name!r} was changed in place inside its module's forward, where modules see a gathered copy, "
+                "so the change would be lost: change it between forwards (nn.Embedding: without max_norm)"
+            )
+
+
+class _OnOutputGradient:
+    """Tensor hook: the backward of a call begins when the first of its outputs has a gradient."""
+
+    def __init__(self, backward: Backward, call: Call, tensors: list[Tensor]) -> None:
+        self._backward, self._call, self._tensors = backward, call, tensors
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._backward.on_call_begin(self._call, self._tensors)
+
+
+class Hook:
+    """A module hook that a deep copy or a pickle of the module does not take along.
+
+    Args:
+        call: the hook.
+        copied_as: the hook of a deep copy of the module; none by default.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None, copied_as: Any = None) -> None:
+        self._call = None if call is None else torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        self.copied_as = copied_as
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the hook."""
+        return None if self._call is None else self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return Hook(None) if self.copied_as is None else copy.deepcopy(self.copied_as, memo)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
+        return Hook, (None,)

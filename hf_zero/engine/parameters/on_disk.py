@@ -1,0 +1,54 @@
+"""Rows of parameters that live on a disk at rest, and what these ranks can offload at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from hf_zero.engine.parameters.quantised import is_quantised
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import ConfigError, OffloadError
+from hf_zero.scratch import make_places
+
+logger = logging.getLogger(__name__)
+
+
+def check_offload(world: World) -> None:
+    """Raise for what these ranks cannot offload, and say what needs no offloading.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    offload = world.config.offload
+    if offload.is_anything and world.device.type != "cpu":
+        raise ConfigError(f"offload: works on CPU ranks only until now, but this model is on {world.device}: use none")
+    if offload.parameters == "disk" and not world.partitions:
+        raise ConfigError(
+            "offload.parameters is disk, but there is one rank, which computes with the parameters where they lie: use none, "
+            "or more ranks"
+        )
+    if offload.parameters == "disk" and world.collectives.name == "host":
+        raise ConfigError(
+            "offload.parameters is disk, but ranks share parameters in memory (HF_ZERO_COLLECTIVES=host): use pairwise"
+        )
+    if "host" in (offload.optimizer, offload.parameters):
+        logger.info("offload to host: these ranks compute on the CPU, so what is to be in host memory is there already")
+
+
+def offload_parameters(parameters: Iterable[ZeroParameter], world: World) -> None:
+    """Move rows at rest to the disk, if the configuration says so; called by all ranks together.
+
+    Raises:
+        OffloadError: a rank has no room for them; on all ranks.
+    """
+    offload = world.config.offload
+    if offload.parameters != "disk":
+        return
+    with world.together("offloading parameters", OffloadError):
+        moved = [p for p in parameters if p.is_sharded and p.on_disk is None and not is_quantised(p.param)]
+        if moved:
+            assert offload.path is not None
+            places = make_places(offload.path, [(p.local_shape, p.param.dtype) for p in moved])
+            for p, place in zip(moved, places, strict=True):
+                p.move_to(place)

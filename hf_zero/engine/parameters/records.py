@@ -1,0 +1,211 @@
+"""One parameter's life: its rows at rest, its whole tensor while modules compute, its gradient. Sole writer of its storage."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
+from hf_zero.engine.parameters.tensor_axis import Seen
+from hf_zero.engine.parameters.user_hooks import take_hooks_along
+from hf_zero.engine.ranks.world import World
+from hf_zero.layout import RowLayout
+from hf_zero.scratch import Place
+
+gathered: set[int] = set()  # ids of the parameters that modules hold whole, as `GatheredParameters` has made them
+
+
+@dataclass(eq=False)
+class ZeroParameter:
+    """A parameter as the engine knows it.
+
+    Attributes:
+        name: its first qualified name in the model; `aliases` are the others of a tied parameter.
+        param: what the module, the optimizer and the user hold at rest: a `DTensor` over this rank's rows (a plain
+            tensor in stage 0 and at world size 1).
+        holders: the modules that hold it, and the attributes' names. Weak: graphs refer to parameters, and a module that
+            keeps its output (`self.last = y`) keeps a graph.
+        layout: how it is cut; one rank where it stays whole.
+        rank: this rank.
+        compute_dtype: dtype of the whole tensor that modules see.
+        averages: whether gradients are averaged over the ranks, or summed.
+        seen: how modules see what is gathered, if not as it is: see [Note: tensor axis].
+    """
+
+    name: str
+    param: nn.Parameter
+    holders: list[tuple[weakref.ref[nn.Module], str]]
+    layout: RowLayout
+    rank: int
+    compute_dtype: torch.dtype
+    averages: bool = True
+    seen: Seen | None = None
+    aliases: list[str] = field(default_factory=list)
+    has_own_grad: bool = False  # `param.grad` is what no backward has reduced yet, see `accumulation`
+    has_master: bool = False  # rows that no module computes with, beside a whole copy in another dtype
+    _seen: list[tuple[object, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dtype_at_rest = self.param.dtype
+
+    def as_seen(self, whole: Tensor) -> Tensor:
+        """What modules see of a gathered tensor, in its graph; made once a call."""
+        return whole if self.seen is None else self.seen.of(whole)
+
+    @property
+    def locations(self) -> list[tuple[nn.Module, str]]:
+        """The modules that hold it, and the attributes' names."""
+        return [(module, name) for holder, name in self.holders if (module := holder()) is not None]
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only its rows."""
+        return self.layout.num_ranks > 1
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, in the dtype at rest, without autograd."""
+        return torch_compat.local_of(self.param)
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's rows."""
+        return self.layout.local_shape(self.rank)
+
+    @cached_property
+    def local_numel(self) -> int:
+        """The number of elements of this rank's rows."""
+        return self.layout.local_numel(self.rank)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of a padded whole tensor in the compute dtype."""
+        return self.layout.padded_numel * self.compute_dtype.itemsize
+
+    @property
+    def is_whole_elsewhere(self) -> bool:
+        """Whether modules see a whole tensor that is not the engine's: inside `GatheredParameters`."""
+        if id(self.param) in gathered and not self._seen:
+            for module, name in self.locations:
+                held = module._parameters.get(name)
+                if held is not self.param and at_rest_id(held) == id(self.param):
+                    return True
+        return False
+
+    def move_into(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
+        """Let the rows at rest live inside a whole buffer, so that the optimizer writes where the gather reads."""
+        start, stop = self.layout.span(self.rank)
+        itemsize = self.param.dtype.itemsize
+        alias = torch_compat.storage_alias(storage, offset_bytes + start * itemsize, (stop - start) * itemsize)
+        rows = torch_compat.tensor_on(alias, 0, self.local_shape, self.param.dtype)
+        rows.copy_(self.local)
+        torch_compat.set_local(self.param, rows)
+
+    def move_to(self, place: Place) -> None:
+        """Let the rows at rest live on a disk."""
+        place.tensor.copy_(self.local)
+        torch_compat.set_local(self.param, place.tensor)
+        self.param._zero_place = place  # type: ignore[attr-defined]  # outlives this engine
+        place.release()
+
+    @property
+    def on_disk(self) -> Place | None:
+        """Where the rows at rest lie, if that is on a disk."""
+        place = getattr(self.param, "_zero_place", None)
+        is_there = isinstance(place, Place) and place.tensor.data_ptr() == self.local.data_ptr()
+        return place if is_there else None
+
+    def push(self, owner: object, whole: Tensor) -> None:
+        """Let the modules see `whole` under the parameter's name, until `pop(owner)`."""
+        before = self._seen[-1][1] if self._seen else self.param
+        self._seen.append((owner, whole))
+        self._install(whole, before)
+
+    def pop(self, owner: object) -> None:
+        """Let the modules see what they saw before `push(owner, ...)`: an outer call's whole tensor, or the rows."""
+        seen = self._seen
+        if seen and seen[-1][0] is owner:
+            _, whole = seen.pop()
+            self._install(seen[-1][1] if seen else self.param, whole)
+        elif seen:
+            self._seen = [entry for entry in seen if entry[0] is not owner]
+
+    def _install(self, tensor: Tensor, before: Tensor) -> None:
+        """Put `tensor` where `before` is: what a user has assigned meanwhile stays."""
+        if self._is_in_rnn:
+            put(self.locations, tensor)
+        else:
+            for holder, attribute in self.holders:
+                module = holder()
+                if module is not None and module._parameters.get(attribute) is before:
+                    module._parameters[attribute] = tensor  # type: ignore[assignment]
+
+    @cached_property
+    def _is_in_rnn(self) -> bool:
+        return any(isinstance(module, nn.RNNBase) for module, _ in self.locations)
+
+    def add_grad(self, flat: Tensor) -> None:
+        """Add reduced gradients of this rank's rows to `param.grad`.
+
+        Args:
+            flat: [elements of this rank], reduce dtype; kept, if it becomes the gradient.
+        """
+        param = self.param
+        # Contiguous: torch's fused optimizers look at memory, not at strides.
+        rows = flat if flat.ndim == len(self.local_shape) else self.layout.in_shape(flat, self.local_shape).contiguous()
+        if param.grad is not None:
+            torch_compat.local_of(param.grad).add_(rows)
+        else:
+            param.grad = self._as_gradient(as_dtype(rows, param.dtype))
+
+    def _as_gradient(self, rows: Tensor) -> Tensor:
+        param = self.param
+        return torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
+
+
+def at_rest_id(param: Tensor | None) -> int:
+    """The id of a parameter; of the one that it stands for, inside `GatheredParameters`."""
+    return id(param if param is None else vars(param).get("_zero_stands_for", param))
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, which costs a microsecond where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def put(locations: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
+    """Let modules hold `tensor` as a parameter, without the checks and copies of an ordinary assignment."""
+    for module, attribute in locations:
+        module._parameters[attribute] = tensor  # type: ignore[assignment]
+        if isinstance(module, nn.RNNBase):  # keeps a list of its own
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def cut(param: nn.Parameter, world: World, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter that holds this rank's elements of `param` in memory of its own; attributes come along.
+
+    Args:
+        param: the whole parameter, or a `DTensor` over the tensor axis; not changed.
+        world: the ranks.
+        dtype: dtype at rest.
+    """
+    where = world.cut_of(param)
+    rows = where.rows.rows_of(torch_compat.local_of(param), where.shard_rank)
+    local = rows.to(dtype, copy=True)
+    return wrap(local, world, param)
+
+
+def wrap(local: Tensor, world: World, like: nn.Parameter) -> nn.Parameter:
+    """A parameter over this rank's elements `local`, with the attributes and `requires_grad` of `like`."""
+    new = PartitionedTensor.over(local.contiguous(), world.cut_of(like), world.mesh).as_parameter(like.requires_grad)
+    if not isinstance(like, PartitionedTensor):  # it has them among its attributes
+        take_hooks_along(like, new)
+    for key, value in vars(like).items():
+        setattr(new, key, value)
+    return new

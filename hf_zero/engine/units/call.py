@@ -1,0 +1,155 @@
+"""One call of a module that needs units, the graph it leaves, and what it holds until its backward has ended."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Container
+
+from torch import Tensor, nn
+
+from hf_zero.engine.parameters.quantised import as_shown
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.units.saved import SavedWeights
+from hf_zero.engine.units.unit import Lease, Unit
+from hf_zero.errors import UsageError
+
+_events = itertools.count()  # the order in which forwards of calls begin and end
+
+
+class Entry:
+    """A module whose calls need units, and its calls under way.
+
+    Attributes:
+        units: the units.
+        reads_in_backward: whether the backward of a call reads the module's parameters.
+        backward_call: the call whose tensors are in the modules during its backward.
+        stack: the calls whose forward is under way, with their whole tensors; None for one that found them in place.
+        is_closed: its engine has ended.
+    """
+
+    def __init__(self, module: nn.Module, units: list[Unit]) -> None:
+        self._module = weakref.ref(module)  # a graph that the module keeps (`self.last = y`) must not keep the module
+        self.units = units
+        self.reads_in_backward = reads_in_backward(module)
+        self.backward_call: Call | None = None
+        self.stack: list[tuple[Call, list[Tensor]] | None] = []
+        self.is_closed = False
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, while it lives."""
+        return self._module()
+
+    def reset(self) -> None:
+        """Forget calls that never came to their end."""
+        for top in self.stack:
+            if top is not None:
+                top[0].end_forward()
+        self.stack.clear()
+        self.backward_call = None
+
+
+def reads_in_backward(module: nn.Module) -> bool:
+    """Whether the backward of a call of `module` reads its parameters; that of a plain embedding needs indices only.
+
+    Not by its hooks, which may differ between ranks: one that computes with the weights makes torch's backward raise.
+    """
+    is_plain = type(module) is nn.Embedding and module._parameters.keys() == {"weight"}
+    return not is_plain or bool(module._modules) or "forward" in vars(module)
+
+
+class Call:
+    """One call of a module that needs units, and the graph it leaves.
+
+    It must not refer to the whole tensors: they refer to it, through the graph, and a cycle through C++ is never freed.
+    Nor to modules, for the same reason.
+
+    Attributes:
+        entry: whose call.
+        parameters: of its units, in order.
+        leases: on its units, in order.
+        session: the backward in which its gradients came last.
+        is_done: its gradients have come, at least once.
+        saved_weights: while its forward runs.
+        versions: of the whole tensors, as its forward began.
+        num_holders: of the memory of its releasable units, as its forward began.
+        gradients: id(ZeroParameter) -> what has come of its whole gradient.
+        graph_task: the backward, or the one nested in it, in which the first gradient of an output came.
+        began, ended: its forward.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.units = entry.units
+        self.parameters: list[ZeroParameter] = [p for unit in entry.units for p in unit.parameters]
+        self.leases: list[Lease] = []
+        self.session: object | None = None
+        self.is_done = False
+        self.saved_weights: SavedWeights | None = None
+        self.versions: list[int] = []
+        self.num_holders: list[int] = []
+        self.gradients: dict[int, Tensor] = {}
+        self.graph_task = -1
+        self.began = next(_events)
+        self.ended: int | None = None
+        self._epochs = [unit.epoch for unit in entry.units]
+
+    def hold(self) -> None:
+        """Take a lease on every unit, when its gather is complete.
+
+        Raises:
+            CollectiveError: a peer did not take part.
+        """
+        for unit in self.units:
+            self.leases.append(unit.acquire())
+
+    def install(self, tensors: list[Tensor], make_whole: Callable[[Unit, int], None]) -> None:
+        """Let the modules see the whole tensors.
+
+        Args:
+            tensors: of the parameters, in order.
+            make_whole: makes a unit whole until the backward ends.
+        """
+        at = 0
+        for unit in self.units:
+            memory = unit if unit.is_releasable else None
+            for p in unit.parameters:
+                p.push(self, as_shown(p.param, tensors[at], memory, make_whole))
+                at += 1
+
+    def uninstall(self) -> None:
+        """Let the modules see what they saw before the call."""
+        for p in self.parameters:
+            p.pop(self)
+
+    def whole_tensors(self) -> list[Tensor]:
+        """The whole tensors of its parameters, in order; needs the leases."""
+        return [tensor for unit in self.units for tensor in unit.whole_tensors()]
+
+    def end_forward(self) -> None:
+        """Its module has returned, or never will."""
+        self.ended = next(_events)
+        if self.saved_weights is not None:
+            self.saved_weights.end()
+        self.uninstall()
+
+    def release(self, kept: Container[int] = ()) -> None:
+        """Give back all leases; units whose numbers are in `kept` stay whole, see `Lease.give_back`."""
+        leases, self.leases = self.leases, []
+        for unit, lease in zip(self.units, leases, strict=False):  # fewer, if acquiring one has failed
+            lease.give_back(unit.index in kept)
+
+    def check_not_outdated(self) -> None:
+        """Raise if a unit's parameters have changed since this call's forward."""
+        for unit, epoch in zip(self.units, self._epochs, strict=True):
+            check_not_outdated(unit, epoch)
+
+
+def check_not_outdated(unit: Unit, epoch: int) -> None:
+    """Raise if a unit's parameters have changed since `epoch`, which the forward of a backward saw."""
+    if unit.epoch != epoch:
+        raise UsageError(
+            f"the parameters of {unit.name!r} were changed (an optimizer step, or an edit by hand) after the forward that "
+            "this backward belongs to: its saved values are gone; run the forward again"
+        )

@@ -1,0 +1,253 @@
+"""Which units are whole: gathered before they are needed, dropped afterwards, gathered again when they have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.parameters.quantised import as_shown
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.call import Call
+from hf_zero.engine.units.reading import is_method_running
+from hf_zero.engine.units.schedule import GatherOrder, first_uses
+from hf_zero.engine.units.unit import GatheredMemory, Lease, Residency, Unit
+from hf_zero.errors import UsageError
+
+_MOST_AHEAD = 16  # units that are looked at when one is used, however small they are
+
+
+class Gathering:
+    """The units of one model.
+
+    Args:
+        world: the ranks.
+        parameters: all of the model.
+
+    Attributes:
+        units: the sets of parameters gathered together, in the model's order.
+        memory: counts the bytes of gathered units.
+        order: the record of gathers.
+        reductions: the agreed order of reductions.
+        kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
+        is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
+        num_steps: optimizer steps so far; the same on every rank.
+        reads: (id(ZeroParameter), whether in the graph) -> what was read outside its call, in the running pass.
+    """
+
+    def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
+        self.units: list[Unit] = []
+        self.memory = GatheredMemory()
+        self.order = GatherOrder()
+        self.reductions: list[int] = []
+        self.kept_for_backward: set[int] = set()
+        self.reads: dict[tuple[int, bool], Tensor] = {}
+        self.is_refreshed = world.partitions
+        self.num_steps = 0
+        self._held: list[Lease] = []  # of all units
+        self._world = world
+        self._parameters = parameters
+        self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
+        self._stepping: object = None  # the optimizer whose step is under way
+        self._has_read = False  # since ranks last met before a change of parameters
+
+    # --- gathers and releases -----------------------------------------------------------------------------------
+
+    def acquire(self, call: Call) -> None:
+        """Make the units of a call whole, and start to gather those that will be needed next."""
+        self.begin_read()
+        if not self.is_refreshed and not torch_compat.in_backward():
+            for unit in call.units:
+                unit.refresh()
+        for unit in call.units:
+            if unit.residency is Residency.RELEASED:
+                unit.start_gather()
+        for unit in call.units:
+            coming = self.order.use(unit.index)
+            if not unit.keeps_whole:
+                self._prefetch(coming)
+        call.hold()
+
+    def refresh(self) -> None:
+        """A forward of the model begins: cast plain parameters again, since nobody tells when users edit those."""
+        if not self._world.partitions:
+            for unit in self.units:
+                unit.refresh()
+            self.is_refreshed = True
+
+    def end_forward(self) -> None:
+        """The forward is over: parts that are called directly see to themselves."""
+        self.is_refreshed = self._world.partitions
+
+    def begin_read(self) -> None:
+        """Somebody is about to read whole tensors: what was edited by hand is gathered again first.
+
+        Raises:
+            UsageError: it is a function under `torch.func`, where every tensor made belongs to the transform, for good.
+        """
+        if torch_compat.in_function_transform():
+            raise UsageError(
+                "a function under torch.func.grad, vmap, jvp, ... calls a module whose parameters have to be gathered first, "
+                "and what is gathered inside a transform is lost with it: use torch.autograd.grad; in stages 1 and 2 the "
+                "transform may also be used inside the forward of that module (a block of the model)"
+            )
+        self.flush_edits()
+        self._has_read = True
+
+    def _prefetch(self, coming: Iterable[int]) -> None:
+        budget = self._world.config.prefetch_bytes
+        ahead = 0
+        has_one = False  # one unit at least, whatever its size: else nothing would arrive while others compute
+        for index in itertools.islice(coming, _MOST_AHEAD):
+            unit = self.units[index]
+            if unit.keeps_whole or unit.is_leased:
+                continue
+            ahead += 0 if unit.is_shared else unit.buffer_nbytes
+            if ahead > budget and (has_one or not budget):
+                return
+            has_one = True
+            if unit.residency is Residency.RELEASED and not unit.is_whole_elsewhere:
+                unit.start_gather()
+
+    def drop(self, but_kept: bool = False) -> None:
+        """Release what nobody reads: at events that all ranks share, so that they will gather alike again.
+
+        Args:
+            but_kept: leave those that wait for their backward.
+        """
+        for unit in self.units:
+            unit.is_kept = unit.is_kept and but_kept
+            if not unit.keeps_whole and not unit.is_leased:
+                unit.release_if_unused()
+
+    def settle(self) -> None:
+        """Wait for the gathers that are under way: nobody else will, and peers would miss this rank's rows."""
+        for unit in self.units:
+            unit.settle()
+
+    def expect(self, reductions: list[int]) -> None:
+        """Take the agreed order of reductions; the units that it begins with stay whole from the forward's end.
+
+        The backward would gather them at once: within `prefetch_bytes` (but one at least), or all of them if nothing is to be
+        resharded.
+        """
+        if reductions == self.reductions:
+            return
+        self.reductions = reductions
+        config = self._world.config
+        order = [index for index in dict.fromkeys(reductions) if not self.units[index].keeps_whole]
+        sizes = itertools.accumulate(self.units[index].buffer_nbytes for index in order)
+        self.kept_for_backward = {
+            index
+            for index, num_bytes in zip(order, sizes, strict=True)
+            if num_bytes <= config.prefetch_bytes
+            or (index == order[0] and config.prefetch_bytes)
+            or not config.reshard_after_forward
+        }
+
+    @contextlib.contextmanager
+    def holding_all(self) -> Iterator[None]:
+        """Within: modules see whole parameters, so that forwards without gradients gather nothing, on any number of ranks.
+
+        Until a parameter is edited, or a forward needs a graph: from then on all forwards gather as ever.
+        """
+        self.begin_read()
+        try:
+            units = [unit for unit in self.units if not unit.is_whole_elsewhere]
+            for unit, coming in zip(units, [*units[1:], None], strict=True):
+                for each in (unit, coming):  # one ahead
+                    if each is not None and each.residency is Residency.RELEASED:
+                        each.start_gather()
+                self._held.append(unit.acquire())
+                for p, whole in zip(unit.parameters, unit.whole_tensors(), strict=True):
+                    p.push(self._held, p.as_seen(as_shown(p.param, whole)))
+            yield
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """End `holding_all`."""
+        if self._held:
+            for p in self._parameters:
+                p.pop(self._held)
+            for lease in self._held:
+                lease.give_back()
+            self._held.clear()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether modules see whole parameters outside their calls, see `holding_all`."""
+        return bool(self._held)
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether a forward that begins finds all that it needs in the modules."""
+        if self._held and torch.is_grad_enabled():
+            self.let_go()
+        return bool(self._held)
+
+    # --- changes of parameters ----------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: object) -> None:
+        """An optimizer that holds parameters of this model is about to step, on every rank."""
+        self._before_write("the optimizer's step")
+        self._stepping = optimizer
+
+    def before_edit(self, p: ZeroParameter) -> None:
+        """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
+        if p.is_whole_elsewhere:
+            return  # inside `GatheredParameters`
+        if self._stepping is None or self._has_read:  # a step has met already, unless it has run the model since
+            self._before_write(f"an edit of {p.name!r}")
+        self._edited[p] = None
+        self.let_go()
+
+    def _before_write(self, what: str) -> None:
+        self._has_read = False
+        if any(unit.is_shared for unit in self.units):
+            self._world.collectives.before_write(what)
+
+    def after_step(self, held: list[ZeroParameter]) -> None:
+        """An optimizer that holds these parameters has stepped, on every rank."""
+        self.num_steps += bool(held)
+        self.on_rows_changed(p for p in held if p.param.requires_grad or p.param.grad is not None)
+        self._stepping = None
+        if held:
+            self.drop()  # also units without anything that has changed
+
+    def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
+        """These parameters have new rows, on every rank: whole tensors are gathered again.
+
+        Should this break off, the next use of the model does it again.
+        """
+        told = dict.fromkeys(changed)
+        if told:
+            self.let_go()
+        self._edited.update(told)
+        units = {
+            unit: members
+            for unit in map(self.units.__getitem__, first_uses(self.reductions))
+            if (members := [p for p in unit.parameters if p in told])
+        }
+        for unit in units:
+            unit.epoch += 1  # of all, before anything that can fail
+        for unit, members in units.items():
+            unit.changed(members)
+        self._edited = {p: None for p in self._edited if p not in told}
+
+    def flush_edits(self) -> None:
+        """Let what was edited by hand be gathered again."""
+        if self._stepping is not None and not is_method_running(self._stepping):
+            self._edited.update(dict.fromkeys(self._parameters))  # a step that raised may have changed any of them
+            self._stepping = None
+        if self._edited:
+            self.on_rows_changed(list(self._edited))
+
+    def mark_dirty(self) -> None:
+        """All ranks have changed the rows of parameters behind torch's back: whole tensors are gathered again."""
+        self._before_write("mark_dirty")
+        self.on_rows_changed(self._parameters)

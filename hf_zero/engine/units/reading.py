@@ -1,0 +1,205 @@
+"""Parameters that are read outside their module's call: a fused loss reads `lm_head.weight`, DeBERTa its embeddings'.
+
+[Note: whoever reads gets the whole] While a forward of the model runs, or its backward, `module.weight` is the whole
+tensor, in the graph, whoever reads it: inside the module's own call because the engine has put it there, elsewhere
+because `module._parameters` is a dict that asks the engine. Such a read is remembered until the forward ends, so that all
+reads see one tensor, and its gradient is reduced like that of any use. What a read needs is gathered into memory of its
+own, which lives as long as the graph: nothing else tells when such a value is last needed. At rest, `module.weight` is
+what the optimizer holds, as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.units.unit import Unit
+
+
+class Reader(Protocol):
+    """Who knows the whole tensors: the engine."""
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no forward and no backward is under way."""
+
+    def read(self, param: Tensor) -> Tensor:
+        """The whole tensor of a parameter, if a forward or backward is under way; else the parameter itself."""
+
+    def settle(self) -> None:
+        """Put everything at rest, if a forward has ended without its hooks."""
+
+
+class Receiver(Protocol):
+    """Who gets the gradients: the backward."""
+
+    anchor: Tensor
+
+    def on_read_gradient(self, read: Read, gradient: Tensor) -> None:
+        """The gradient of a read is there."""
+
+
+class ReadableParameters(dict[str, Any]):
+    """`module._parameters` of a partitioned model. Copies and pickles are plain dicts."""
+
+    __slots__ = ("_reader",)
+
+    def __init__(self, reader: Reader, known: dict[str, Any]) -> None:
+        super().__init__(known)
+        self._reader = weakref.ref(reader)
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = super().__getitem__(name)
+        if type(tensor) in (Tensor, DTensor) or tensor is None:
+            return tensor  # put there by the engine, for a call
+        reader = self._reader()
+        return tensor if reader is None or reader.is_at_rest else _outside_compiled_graphs()(reader, tensor)
+
+    def items(self) -> Any:
+        """What is held at rest, also after a forward that Ctrl-C has ended."""
+        if (reader := self._reader()) is not None and not reader.is_at_rest:
+            _outside_compiled_graphs()(reader, None)
+        return super().items()
+
+    def values(self) -> Any:
+        """See `items`."""
+        if (reader := self._reader()) is not None and not reader.is_at_rest:
+            _outside_compiled_graphs()(reader, None)
+        return super().values()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        memo[id(self)] = new = {}
+        new.update({name: copy.deepcopy(tensor, memo) for name, tensor in self.items()})
+        return new
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
+@functools.cache
+def _outside_compiled_graphs() -> Callable[[Reader, Tensor | None], Tensor | None]:
+    """Reads, or settles (None), where `torch.compile` looks away, as it does from hooks; made late: it imports a compiler."""
+
+    def ask(reader: Reader, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None:
+            return reader.read(tensor)
+        reader.settle()
+        return None
+
+    return cast(Callable[[Reader, Tensor | None], Tensor | None], torch.compiler.disable(ask))  # type: ignore[no-untyped-call]
+
+
+class Read:
+    """A parameter that was read outside its module's call, and where its gradient goes.
+
+    Attributes:
+        parameter: which.
+        unit: its unit.
+        epoch: of the unit, when it was read.
+    """
+
+    def __init__(self, parameter: ZeroParameter, unit: Unit) -> None:
+        self.parameter, self.unit, self.epoch = parameter, unit, unit.epoch
+
+
+class _Read(torch.autograd.Function):
+    """Puts a whole tensor into the graph; its backward hands its gradient to the engine."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, receiver: Receiver, whole: Tensor) -> Tensor:
+        ctx.read, ctx.receiver = read, receiver
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
+        if gradient is not None:
+            ctx.receiver.on_read_gradient(ctx.read, gradient)
+        return None, None, None, None, None
+
+
+def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
+    """`whole` (of no other use) with the gradient function of a read."""
+    with torch.no_grad():
+        detached = whole.detach()
+    leaf = connected(read.parameter)
+    result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, detached)  # type: ignore[no-untyped-call]
+    return result
+
+
+def connected(p: ZeroParameter) -> Tensor | None:
+    """The parameter as an input of the function that stands for it in the graph, so that `backward(inputs=[p])` finds it.
+
+    Autograd passes no gradient on to it. It would call a plain parameter's own hooks nevertheless, with None.
+    """
+    param = p.param
+    is_hooked = bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    return None if is_hooked or not param.requires_grad else param
+
+
+def is_running(module: nn.Module) -> int:
+    """How many calls of `module` are under way on this thread.
+
+    Torch does not call a module's forward hooks after a `KeyboardInterrupt`, so what they count can be wrong.
+    """
+    count, frame = 0, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def is_method_running(owner: object) -> bool:
+    """Whether a method of `owner` is under way on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get("self") is owner and frame.f_code.co_name != "before_step":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_function_running(name: str) -> bool:
+    """Whether a function of that name is under way on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def tensors_in(output: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors of what a module returns, in objects that torch's trees do not know too (plain dataclasses)."""
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            yield from tensors_in(list(vars(leaf).values()), depth - 1)
+
+
+def replace_tensors(output: Any, new: dict[int, Tensor], depth: int = 3) -> Any:
+    """`output` with tensors replaced by id; objects that torch's trees do not know are changed in place."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return new.get(id(leaf), leaf)
+        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            for name, value in list(vars(leaf).items()):
+                changed = replace_tensors(value, new, depth - 1)
+                if changed is not value:
+                    vars(leaf)[name] = changed
+        return leaf
+
+    return pytree.tree_map(replaced, output)

@@ -1,0 +1,313 @@
+"""The summaries: what is partitioned, what a rank holds and what will move; after a training, what was so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero import torch_compat
+from hf_zero.comm import wire
+from hf_zero.engine.backward.reduction import given_dtype, sent_dtype
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.parameters.quantised import is_quantised
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.call import reads_in_backward
+from hf_zero.engine.units.unit import Unit
+from hf_zero.tables import aligned
+
+_ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes that one rank holds between steps, by kind, and what it receives.
+
+    Attributes:
+        parameters: rows or whole tensors at rest, and the whole copies that stages 0 to 2 compute with; a rank's part of
+            those that the ranks of a host share.
+        gradients: as they stand between micro-batches.
+        optimizer: two states a trainable parameter, as Adam has.
+        largest_unit: the most that a single unit takes while it is whole.
+        traffic: received in a step of one micro-batch; agreements and small change left out.
+        sharded: of the parameters, gradients and optimizer states, those of which a rank has its rows only.
+        reduced_rows: of a rank's rows of all gradients, as they travel.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    largest_unit: int
+    traffic: int
+    sharded: int = 0
+    reduced_rows: int = 0
+
+
+def model_states(engine: ZeroEngine) -> ModelStates:
+    """Compute the sizes from the layout; nothing is measured or allocated."""
+    policy, world = engine.world.config.policy, engine.world
+    num_sharing = world.collectives.num_sharing
+    parameters = gradients = optimizer = sharded = reduced_rows = 0
+    gathered = reduced = 0.0
+    shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
+    gathered_twice = {id(p) for unit in engine.units if _is_gathered_twice(engine, unit) for p in unit.parameters}
+    for p in engine.parameters:
+        own = p.layout.local_numel(p.rank)
+        stays_whole = not policy.shards_parameters or id(p) in shared
+        has_copy = bool(engine.units) and stays_whole and (p.is_sharded or _casts(p))
+        # Where this holds, the rows lie inside the whole copy.
+        shares = p.is_sharded and not _casts(p) and world.config.wire.gather == "float32" and not p.layout.dim
+        parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
+        parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
+        if p.is_sharded and not stays_whole:
+            gathered += _gathered_bytes(p, world)
+            near, part = world.nearby.num_ranks, p.whole_nbytes // world.nearby.num_ranks
+            parameters += part if near > 1 else 0  # the second copy
+            if id(p) in gathered_twice:
+                gathered += part * (near - 1) if near > 1 else _gathered_bytes(p, world)
+        elif p.is_sharded and p.param.requires_grad:  # what has changed, from those who do not share the memory
+            gathered += (
+                _gathered_bytes(p, world)
+                if num_sharing == 1
+                else p.whole_nbytes * (1 / num_sharing - 1 / world.num_shards)
+            )
+        sharded += own * p.param.dtype.itemsize if p.is_sharded and not stays_whole else 0
+        if not p.param.requires_grad:
+            continue
+        if p.is_sharded:
+            reduced_rows += own * sent_dtype(p, world).itemsize
+            sharded += own * p.param.dtype.itemsize * (_ADAM_STATES + policy.shards_gradients)
+        optimizer += _ADAM_STATES * own * p.param.dtype.itemsize
+        grad_size = world.precision.reduce_for(p.compute_dtype).itemsize
+        whole_grads = not policy.shards_gradients and world.data.num_ranks > 1
+        gradients += p.layout.numel * grad_size if whole_grads else own * p.param.dtype.itemsize
+        reduced += _reduced_bytes(p, world)
+    largest = max((unit.buffer_nbytes for unit in engine.units), default=0)
+    traffic = round(reduced + gathered)
+    return ModelStates(parameters, gradients, optimizer, largest, traffic, sharded, reduced_rows)
+
+
+def _gathered_bytes(p: ZeroParameter, world: World) -> int:
+    """What a rank receives to gather a parameter once."""
+    sent_as = "float32" if is_quantised(p.param) else world.config.wire.gather
+    return wire.bytes_of(sent_as, p.compute_dtype, p.layout, p.layout.chunk_numel) * (world.num_shards - 1)
+
+
+def _reduced_bytes(p: ZeroParameter, world: World) -> float:
+    """What a rank receives to reduce a parameter's gradient once."""
+    if not p.is_sharded:
+        return _all_reduced_bytes(p.layout.numel, p, world, world.data.num_ranks)
+    between = _all_reduced_bytes(p.local_numel, p, world, world.replicas.num_ranks)
+    if world.config.reduce_scatter is False:
+        return between + _all_reduced_bytes(p.layout.numel, p, world, world.num_shards)
+    if world.config.wire.reduce != "float32":
+        rows = wire.bytes_of(world.config.wire.reduce, given_dtype(p, world), p.layout, p.local_numel)
+        return between + rows * (world.num_shards - 1)
+    num_sharing = world.collectives.num_sharing
+    if world.config.reduce_scatter == "to_owner" or num_sharing in (1, world.num_shards):
+        others = (world.num_shards - 1) / world.num_shards
+        return between + p.layout.numel * sent_dtype(p, world).itemsize * others
+    num_hosts = world.num_shards / num_sharing
+    in_host = (num_sharing - 1) * num_hosts * given_dtype(p, world).itemsize
+    return p.layout.numel / world.num_shards * (in_host + (num_hosts - 1) * sent_dtype(p, world).itemsize) + between
+
+
+def _all_reduced_bytes(numel: int, p: ZeroParameter, world: World, num_ranks: int) -> float:
+    return 2 * numel * sent_dtype(p, world).itemsize * (num_ranks - 1) / num_ranks
+
+
+def _is_gathered_twice(engine: ZeroEngine, unit: Unit) -> bool:
+    """Whether the backward gathers again what the forward has gathered."""
+    is_kept = unit.keeps_whole or unit.index in engine.kept_for_backward
+    return not is_kept and any(map(reads_in_backward, unit.entries))
+
+
+def _casts(p: ZeroParameter) -> bool:
+    return p.compute_dtype != p.param.dtype
+
+
+def summary(engine: ZeroEngine) -> str:
+    """At most 15 lines about a partitioned model, for rank 0 to show when training starts."""
+    world, config = engine.world, engine.world.config
+    states = model_states(engine)
+    total = sum(p.param.numel() for p in engine.parameters)
+    trainable = sum(p.param.numel() for p in engine.parameters if p.param.requires_grad)
+    collectives = world.collectives
+    exchange = "none (one process)" if world.num_ranks == 1 else f"{collectives.name} on {collectives.backend}"
+    if 1 < collectives.num_sharing < collectives.num_ranks:
+        exchange += f", hosts of {collectives.num_sharing} ranks"
+    if collectives.reason:
+        exchange += f" ({collectives.reason})"
+    if world.num_ranks > 1 and config.reduce_scatter is not True:
+        exchange += f", reduce_scatter: {str(config.reduce_scatter).lower()}"
+    dtypes = sorted({str(p.compute_dtype).removeprefix("torch.") for p in engine.parameters})
+    rest = sorted({str(p.param.dtype).removeprefix("torch.") for p in engine.parameters if p.param.requires_grad})
+    units = (
+        f"{len(engine.units)}" if engine.units else "none needed (every rank computes with its own whole parameters)"
+    )
+    rows = [
+        ("stage", f"{config.stage}, world size {world.num_ranks}" + _axes(world)),
+        ("exchange", exchange),
+        ("units", units),
+        ("parameters", f"{total:,} ({trainable:,} trainable)"),
+        ("dtypes", f"compute {', '.join(dtypes)}; optimizer updates {', '.join(rest) or 'nothing'}"),
+        ("a rank: parameters", _mib(states.parameters)),
+        ("a rank: gradients", _mib(states.gradients)),
+        ("a rank: optimizer", f"{_mib(states.optimizer)} (two states, as Adam)"),
+        ("largest unit", _mib(states.largest_unit)),
+        ("traffic a step", f"{_mib(states.traffic)} received by a rank (one micro-batch)"),
+    ]
+    if not config.wire.is_exact:
+        rows.append(("wire", f"parameters travel in {config.wire.gather}, gradients in {config.wire.reduce}"))
+    if config.offload.is_anything:
+        rows.append(("offload", _offloaded(world)))
+    if world.nearby.num_ranks > 1:
+        rows.append(
+            ("second copy", f"among {world.nearby.num_ranks} ranks of a host, for gathers of what has not changed")
+        )
+    if engine.activations.is_needed:
+        rows.append(("activations", _kept_inputs(world)))
+    hybrid = _hybrid(states, world)
+    if hybrid:
+        rows.append(("between hosts", hybrid))
+    return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
+
+
+def _axes(world: World) -> str:
+    """How the ranks are arranged, where they are not one row."""
+    if world.tensor.num_ranks == 1:
+        several = world.replicas.num_ranks > 1
+        return f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if several else ""
+    replicas = f"{world.replicas.num_ranks} replicas x " if world.replicas.num_ranks > 1 else ""
+    return f" ({replicas}{world.num_shards} shards x {world.tensor.num_ranks} (tensor axis))"
+
+
+def _kept_inputs(world: World) -> str:
+    kept = world.config.activations
+    part = f"1/{world.tensor.num_ranks} on each rank of the tensor axis" if kept.partition else "whole"
+    return f"inputs of checkpointed layers: {part}{', in host memory' if kept.offload else ''}"
+
+
+def _hybrid(states: ModelStates, world: World) -> str:
+    """What replicas, one a host, would save in traffic between hosts and cost in memory; "" where they cannot be had.
+
+    By formula: rows of `shards` ranks on `hosts` hosts, next to each other. Of what a rank gets from the others, as many
+    `shards`ths come from other hosts; with a replica a host it is the sum of its own rows, which are `hosts` times as many.
+    """
+    hosts, shards = world.num_hosts, world.num_shards
+    can_be_had = (
+        hosts > 1 and world.partitions and world.replicas.num_ranks == 1 and shards % hosts == 0 and shards > hosts
+    )
+    if not can_be_had:
+        return ""
+    now = states.traffic * (shards - shards / hosts) / (shards - 1)
+    then = 2 * states.reduced_rows * hosts * (hosts - 1) / hosts
+    more = (hosts - 1) * states.sharded
+    saved = f"with replicate: {hosts}, {_mib(round(then))} and {_mib(more)} more memory a rank"
+    return f"{_mib(round(now))} a rank and step; {saved}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an engine had received, and for how long it had waited, when a training began.
+
+    Attributes:
+        step: optimizer steps before it.
+        num_bytes: received by this rank.
+        seconds: waited for.
+    """
+
+    step: int
+    num_bytes: int
+    seconds: float
+
+    @classmethod
+    def of(cls, engine: ZeroEngine, step: int) -> Start:
+        """That of a training which begins now, after `step` steps."""
+        so_far = engine.world.ledger.total()
+        return cls(step, so_far.bytes, so_far.seconds)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this rank held and received in a training.
+
+    Attributes:
+        num_steps: of the optimizer.
+        optimizer: bytes of its states.
+        traffic: bytes received a step: micro-batches, evaluation and saves included.
+        seconds: waited for peers, a step.
+        peak: most bytes at a time, of the device; on the CPU of the process, with all its programs.
+    """
+
+    num_steps: int
+    optimizer: int
+    traffic: int
+    seconds: float
+    peak: int
+
+    @classmethod
+    def since(cls, start: Start, engine: ZeroEngine, state: Mapping[Any, Mapping[str, Any]], step: int) -> Measured:
+        """Since `start`, with the optimizer's `state` by parameter, after `step` steps in all."""
+        device, so_far = engine.world.device, engine.world.ledger.total()
+        num_steps = max(step - start.step, 1)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_of_process()
+        traffic = (so_far.bytes - start.num_bytes) // num_steps
+        return cls(num_steps, _held(state), traffic, (so_far.seconds - start.seconds) / num_steps, peak)
+
+
+def summary_after(engine: ZeroEngine, measured: Measured) -> str:
+    """What was measured in a training, beside what its start promised."""
+    states = model_states(engine)
+    expected = states.parameters + states.gradients + states.optimizer + states.largest_unit
+    is_on_device = engine.world.device.type == "cuda"
+    rows = [
+        ("", "measured", "expected", ""),
+        ("a rank: optimizer", _mib(measured.optimizer), _mib(states.optimizer), "(expected: two states, as Adam)"),
+        (
+            "traffic a step",
+            _mib(measured.traffic),
+            _mib(states.traffic),
+            "(measured: with evaluation and saves; expected: one micro-batch)",
+        ),
+        (
+            "peak",
+            _mib(measured.peak),
+            _mib(expected),
+            "(of the device; expected: without activations)"
+            if is_on_device
+            else "(of the process; expected: without activations and programs)",
+        ),
+        ("waited a step", f"{measured.seconds * 1e3:,.1f} ms", "", "(for peers)"),
+    ]
+    return f"hf_zero, after {measured.num_steps:,} steps\n" + aligned(rows, "<>><", between="  ", margin="  ")
+
+
+def _held(state: Mapping[Any, Mapping[str, Any]]) -> int:
+    values = [value for kept in state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    return sum(torch_compat.local_of(value).nbytes for value in values)
+
+
+def _peak_of_process() -> int:
+    import resource  # there is none on Windows
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 2**10
+
+
+def _offloaded(world: World) -> str:
+    offload = world.config.offload
+    where = {"host": "in host memory (where these ranks compute)", "disk": f"on disk ({offload.path})"}
+    parts = [
+        f"{what} {where[place]}" for what in ("optimizer", "parameters") if (place := getattr(offload, what)) in where
+    ]
+    slots = f"; a step reads and writes {offload.slots} slots of {_mib(offload.slot_bytes)}"
+    return ", ".join(parts) + (slots if offload.optimizer == "disk" else "")
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,115 @@
+"""`hf-zero bench step`: what it makes of its figures, and that a run of it works."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_zero.bench.figures import Ratio, Spread, ratio
+from hf_zero.bench.processes import BenchError
+from hf_zero.bench.step import engines
+from hf_zero.bench.step import run as step
+from hf_zero.bench.step.run import Plan, Result, Run
+from hf_zero.cli.main import main
+from hf_zero.errors import UsageError
+
+_PLAN = Plan("llama-10m", 2, 1, 8, 10, 3, "float32", False, ("local", "ddp", "zero3"))
+
+
+def _run(seconds: float, losses: tuple[float, ...] = (2.0, 1.0)) -> Run:
+    return Run(seconds, 64 * 2**20, None, losses)
+
+
+def test_ratio_is_taken_round_by_round_and_its_interval_tells_ahead_from_behind() -> None:
+    slow, fast = [1.0, 2.0, 4.0, 8.0], [0.5, 1.0, 2.0, 4.0]
+    assert ratio(fast, slow) == Ratio(0.5, 0.5, 0.5) and ratio(fast, slow).verdict == "ahead"
+    assert ratio(slow, fast).verdict == "behind"
+    mixed = ratio([1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0])
+    assert (mixed.low, mixed.high, mixed.verdict) == (0.5, 2.0, "")
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+
+
+def test_other_losses_than_ddps_are_marked_invalid_in_the_table() -> None:
+    runs = {"local": [_run(1.0)], "ddp": [_run(2.0)], "zero3": [_run(1.5), _run(1.5, (2.0, 1.001))]}
+    result = Result(_PLAN, runs, {"deepspeed1": "pip install deepspeed"})
+    assert [step.is_valid(result, engine) for engine in runs] == [None, True, False]
+    runs["local"], runs["ddp"] = [_run(1.0)] * 2, [_run(2.0)] * 2
+    text = step.table(result)
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    assert "INVALID" in lines["zero3"] and "0.750 [0.750, 0.750] ahead" in lines["zero3"]
+    assert "1.500 [1.500, 1.500] behind" in lines["zero3"] and "64 (64-64)" in lines["zero3"]
+    assert "INVALID" not in lines["ddp"] and text.endswith("skipped: deepspeed1 (pip install deepspeed)")
+
+
+def test_packages_that_are_absent_are_named_with_their_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    names = ("ddp", "zero3", "fairscale-sdp", "deepspeed2")
+    assert [engines.missing_package(name) for name in names] == [
+        None,
+        None,
+        "pip install fairscale",
+        "pip install deepspeed",
+    ]
+    result = step.measure(dataclasses.replace(_PLAN, engines=("deepspeed2",)))
+    assert result.skipped == {"deepspeed2": "pip install deepspeed"} and not result.runs
+
+
+@pytest.mark.parametrize("engine", ["zero4", "zero3:quantum", "ddp:pairwise", "zero-redundancy-optimizer:host", ""])
+def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str) -> None:
+    with pytest.raises(BenchError, match="is not known; choose from local, ddp, zero0"):
+        dataclasses.replace(_PLAN, engines=(engine,))
+    with pytest.raises(UsageError, match="llama-34m"):
+        dataclasses.replace(_PLAN, model="llama-9000b")
+    with pytest.raises(BenchError, match="rounds must be at least 1"):
+        dataclasses.replace(_PLAN, rounds=0)
+
+
+def test_engines_in_turn_have_a_figure_of_each_round_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+        assert (options["together"], options["rounds_in_turn"]) == (["ddp", "zero3"], 3)
+        found = {"seconds": [1.0, 2.0, 3.0], "peak_bytes": None, "moved_bytes": None, "losses": [2.0, 1.0]}
+        slower = found | {"seconds": [1.0, 1.0, 4.0], "moved_bytes": 7.0}
+        return [{"ddp": found, "zero3": found | {"moved_bytes": 5.0}}, {"ddp": found, "zero3": slower}]
+
+    monkeypatch.setattr(step, "run_ranks", ranks)
+    result = step.measure(dataclasses.replace(_PLAN, engines=("ddp", "zero3"), in_turn=True))
+    assert [run.seconds for run in result.runs["zero3"]] == [1.0, 2.0, 4.0]
+    assert result.runs["zero3"][0].moved_bytes == 7.0 and result.runs["ddp"][0].peak_bytes is None
+    text = step.table(result)
+    assert "engines in turn in the same processes" in text and "1.000 [1.000, 1.333]" in text, text
+
+
+@pytest.mark.slow
+def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
+    ).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "8", "--steps", "2", "--rounds", "1"]
+    file = tmp_path / "runs.json"
+    code = main(
+        ["bench", "step", *words, "--engines", "ddp,zero3:host,zero3:none", "--checkpointing", "--json", str(file)]
+    )
+    table = capsys.readouterr().out
+    assert code == 0 and table.count("as ddp") == 2 and table.count("INVALID") == 1
+    content = json.loads(file.read_text())
+    runs = content["runs"]
+    assert len(runs["ddp"][0]["losses"]) == 5 and runs["zero3:host"][0]["moved_bytes"] > 0
+    assert content["plan"]["steps"] == 2
+    assert main(["bench", "step", *words, "--engines", "ddp,fsdp2,zero1,zero3:host", "--in-turn"]) == 0
+    table = capsys.readouterr().out
+    assert table.count("as ddp") == 4 and "in turn" in table
+    assert main(["bench", "step", *words, "--in-turn", "--plot", str(tmp_path / "plot.png")]) == 1
+
+
+@pytest.mark.slow
+def test_every_exchange_is_measured_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "comm.json"
+    assert main(["bench", "comm", "--sizes", "0.1,1", "--repeats", "1", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert all([each[0] for each in timings] == [104856, 2**20] for timings in found["timings"].values())
+    assert set(found["timings"]) >= {"pairwise", "native"} and found["chosen"] in found["timings"]
+    assert f"auto takes {found['chosen']}" in capsys.readouterr().out
+    assert main(["bench", "comm", "--ranks", "1"]) == 1

@@ -1,0 +1,155 @@
+"""`hf-zero plan`: what it shows, chooses, writes and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import GPT2Config, LlamaConfig, ViTConfig
+
+from hf_zero.cli.main import main
+from hf_zero.config.offload import Offload
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.plan.activations import activations
+from hf_zero.plan.memory import Setting, predict
+from hf_zero.plan.shapes import meta_model, shapes_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, vocab_size=128
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    code = main(["plan", *options])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def test_shows_each_stage_and_writes_the_first_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "zero.yaml"
+    options = ["llama-125m", "--ranks", "8", "--gpu-memory", "600MiB", "--dtype", "float32", "--write", str(out)]
+    code, text = _plan(capsys, *options)
+    assert code == 0
+    fits = [line.split()[-1] for line in text.splitlines() if line.startswith("  stage")]
+    assert fits == ["no", "no", "no", "yes"]
+    assert "Cheapest that fits into 600.0 MiB, of which a tenth is kept free: stage 3." in text
+    config = ZeroConfig.from_file(out)
+    assert (config.stage, config.expected_world_size, config.compute_dtype) == (3, 8, "float32")
+    assert yaml.safe_load(out.read_text()) == {"stage": 3, "compute_dtype": "float32", "expected_world_size": 8}
+    assert _plan(capsys, *options)[1].endswith("remove it, or name another file\n")
+
+
+def test_more_ranks_are_shown_up_to_what_limits_them(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = _plan(capsys, "llama-125m", "--scale")
+    shown = {line.split(" ranks")[0].strip(): line.split()[2:] for line in text.splitlines() if " ranks  " in line}
+    assert code == 0 and list(shown) == ["8", "64", "256", "1,024", "4,096", "10,000"]
+    assert shown["1,024"][-2:] == ["10", "1,023"] and shown["8"][-2] == "7"
+    model = shapes_of(meta_model("llama-125m"))
+    on_64 = predict(model, Setting(ZeroConfig(stage=3, compute_dtype="bfloat16", collectives="native"), 64))
+    assert shown["64"][0] == f"{on_64.states / 2**20:.1f}"
+    assert "What limits first: At 1,024 ranks: 1,023 sockets a rank" in text
+    code, text = _plan(capsys, folder, "--scale")
+    assert code == 0 and "What limits first: At 8 ranks: messages of " in text
+
+
+def test_a_disk_is_planned_with_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "zero.yaml"
+    options = ["llama-125m", "--ranks", "2", "--memory", "700MiB", "--dtype", "float32", "--disk", "/fast"]
+    code, text = _plan(capsys, *options, "--write", str(out))
+    assert code == 0
+    rows = {line.split("   ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.startswith("  stage")}
+    assert rows == dict.fromkeys([f"stage {s}" for s in range(4)] + ["stage 1, disk", "stage 2, disk"], "no") | {
+        "stage 3, disk": "yes"
+    }
+    assert ZeroConfig.from_file(out).offload == Offload("disk", "disk", path="/fast")
+
+
+def test_states_on_a_disk_are_counted_there() -> None:
+    shape = shapes_of(meta_model("llama-34m"))
+    for stage, more, per_parameter in ((1, {}, 8), (3, {}, 12), (2, {"compute_dtype": "bfloat16"}, 12)):
+        offload = {"optimizer": "disk", "parameters": "disk" if stage == 3 else "none", "path": "/fast"}
+        config = {"stage": stage, "collectives": "pairwise", **more}
+        plain, disk = (predict(shape, Setting(ZeroConfig(**config, offload=each), 2)) for each in ("none", offload))
+        assert disk.on_disk == pytest.approx(per_parameter * shape.numel / 2, rel=0.01)
+        assert plain.states - disk.states == disk.on_disk
+        assert plain.peak - disk.peak == disk.on_disk - 3 * 32 * 2**20
+
+
+def test_seven_billion_parameters_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    LlamaConfig(**sizes, vocab_size=32000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    code, text = _plan(capsys, str(tmp_path), "--ranks", "4", "--lora", "16", "--load-in-4bit")
+    assert code == 0
+    assert "6,778,392,576 parameters (39,976,960 trainable)" in text
+    held = {line.split()[1]: line.split()[2:4] for line in text.splitlines() if line.startswith("  stage")}
+    # 6.476e9 weights of half a byte, 2 x 131e6 of bfloat16 around them, and adapters with their masters
+    assert held["2"] == ["3.62", "GiB"] and held["3"] == ["935.3", "MiB"]
+    assert _plan(capsys, str(tmp_path), "--load-in-4bit")[1].endswith("nothing would train: give --lora R too\n")
+
+
+def test_says_what_would_help_where_nothing_fits(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = _plan(capsys, folder, "--ranks", "2", "--gpu-memory", "1MiB")
+    assert code == 1
+    assert "Nothing fits" in text and "It fits on" in text
+    code, text = _plan(capsys, folder, "--gpu-memory", "1MiB", "--seq-len", "4096", "--batch-size", "64")
+    assert code == 1
+    assert "More ranks do not help: activations alone need" in text
+
+
+def test_draws_what_a_rank_holds(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _plan(capsys, folder, "--seq-len", "16", "--plot", str(tmp_path / "plan.png"))[0] == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "0"], "--ranks is 0"),
+        (["--ranks", "4", "--replicate", "3"], "--replicate 3 does not divide --ranks 4"),
+    ],
+)
+def test_options_that_make_no_sense_are_errors(
+    options: list[str], words: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = _plan(capsys, folder, *options)
+    assert (code, words in text) == (1, True)
+
+
+def test_model_without_configuration_or_tokens_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, text = _plan(capsys, "nobody/nothing")
+    assert (code, "no configuration of 'nobody/nothing'" in text) == (1, True)
+    config = ViTConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.architectures = ["ViTForImageClassification"]
+    config.save_pretrained(tmp_path / "vit")
+    assert _plan(capsys, str(tmp_path / "vit"))[0] == 0
+    code, text = _plan(capsys, str(tmp_path / "vit"), "--seq-len", "4")
+    assert (code, "reads no tokens" in text) == (1, True)
+
+
+def test_checkpointed_blocks_keep_their_inputs(tmp_path: Path) -> None:
+    config = GPT2Config(
+        n_layer=6, n_embd=64, n_head=2, vocab_size=64, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, use_cache=False
+    )
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    model = meta_model(str(tmp_path))
+    tokens = torch.zeros(2, 32, dtype=torch.long, device="meta")
+    few = [activations(model, {"input_ids": tokens}, checkpoints).total for checkpoints in (True, False)]
+    half = meta_model(str(tmp_path))
+    half.transformer.h = half.transformer.h[:3]
+    fewer = [activations(half, {"input_ids": tokens}, checkpoints).total for checkpoints in (True, False)]
+    hidden = 2 * 32 * 64 * 4
+    assert few[0] - fewer[0] == 3 * hidden
+    assert few[1] - fewer[1] > 3 * 10 * hidden

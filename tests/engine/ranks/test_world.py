@@ -1,0 +1,51 @@
+"""The ranks as one: an error on one of them is an error on all."""
+
+import pytest
+import torch
+
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import CheckpointError, CollectiveError
+from tests.ranks import on_ranks
+
+
+def _world() -> World:
+    return World.create(ZeroConfig(stage=3, collectives="pairwise", timeout_s=5), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no room"), "ValueError: no room"),
+        (CheckpointError("no room"), "no room"),
+        (CheckpointError(), "CheckpointError"),
+    ],
+)
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all(error: Exception, text: str) -> None:
+    world = _world()
+    with (
+        pytest.raises(CheckpointError, match=f"^packing: rank 1: {text}$") as found,
+        world.together("packing", CheckpointError, timeout_s=5),
+    ):
+        if world.rank == 1:
+            raise error
+    assert found.value.__cause__ is (error if world.rank == 1 else None)
+    with world.together("packing", CheckpointError):
+        done = True
+    assert done
+
+
+@on_ranks(2)
+def test_a_failed_exchange_is_not_told_again() -> None:
+    world = _world()
+    with pytest.raises(CollectiveError, match="gone"), world.together("packing", CheckpointError):
+        raise CollectiveError("gone")
+
+
+@on_ranks(2)
+def test_what_the_first_rank_finds_is_known_to_all() -> None:
+    world = _world()
+    assert world.from_first(lambda: [world.rank], "looking", CheckpointError) == [0]
+    with pytest.raises(CheckpointError, match=r"^looking: rank 0: ZeroDivisionError"):
+        world.from_first(lambda: 1 / world.rank, "looking", CheckpointError)

@@ -1,0 +1,549 @@
+"""What users' optimizers do within a step, and around it, means what it means in one process."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.optim.test_stepping import Net, furthest, make
+from tests.ranks import RankError, on_ranks, run_ranks
+
+Case = Callable[[Net], None]
+
+
+def backward(model: Net, number: int) -> Tensor:
+    """One rank alone has a loss, so that sums have one term, and all bits must agree."""
+    draw = torch.Generator().manual_seed(number)
+    ids, labels = torch.randint(31, (8, 5), generator=draw), torch.randint(7, (8,), generator=draw)
+    is_heard = model.__dict__.get("is_oracle") or dist.get_rank() == 0
+    loss = nn.functional.cross_entropy(model(ids), labels) * (1.0 if is_heard else 0.0)
+    loss.backward()
+    return loss
+
+
+def train(model: Net, optimizer: Any, steps: Iterable[int] = range(4)) -> None:
+    for number in steps:
+        optimizer.zero_grad()
+        backward(model, number)
+        optimizer.step()
+
+
+class Own(torch.optim.Optimizer):
+    """Not elementwise: it looks at norms."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.one(param, group)
+
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * param.grad / (param.grad.norm() + 1e-3))
+
+
+@zero.mark_elementwise
+class Rows(torch.optim.Optimizer):
+    """Elementwise, and said to be."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.one(param)
+
+    def one(self, param: Tensor) -> None:
+        param.sub_(0.1 * param.grad)
+
+
+# ---- steps within steps ----------------------------------------------------------------------------------------------
+
+
+class ClampAfter(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            param.mul_(0.9 + 0.05 * torch.tanh(param.norm()))
+
+
+def more_after_the_inherited_step(model: Net) -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)  # from now on, torch hooks SGD's step
+    train(model, ClampAfter(model.parameters(), lr=0.1))
+
+
+class Both(torch.optim.Optimizer):
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for each in optimizers for group in each.param_groups for p in group["params"]], {})
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+def optimizers_in_a_list(model: Net) -> None:
+    params = list(model.parameters())
+    train(model, Both(torch.optim.SGD(params[:3], lr=0.1, momentum=0.9), Own(params[3:])))
+
+
+class Average(torch.optim.Optimizer):
+    """Lookahead of one step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [param.clone() for param in params]
+        self.inner.step()
+        for param, old in zip(params, before, strict=True):
+            param.lerp_(old, 0.5)
+
+
+def scheduler_of_the_inner_optimizer(model: Net) -> None:
+    inner = Own(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    outer = Average(inner)
+    for number in range(4):
+        train(model, outer, [number])
+        scheduler.step()
+
+
+class LocalSAM(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [param.clone() for param in params]
+        for param in params:
+            param.add_(0.1 * param.grad / param.grad.norm())
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for param, old in zip(params, before, strict=True):
+            param.copy_(old).sub_(0.1 * param.grad)
+
+
+def gradients_anew_within_a_step(model: Net) -> None:
+    optimizer = LocalSAM(model.parameters())
+    for number in range(4):
+        backward(model, number)
+        optimizer.step(lambda number=number: backward(model, number))
+        optimizer.zero_grad()
+
+
+class OtherName(Own):
+    def step(self, loss_closure: Any = None) -> None:  # type: ignore[override]
+        super().step(loss_closure)
+
+
+def closure_of_another_name(model: Net) -> None:
+    optimizer = OtherName(model.parameters())
+    for number in range(4):
+        optimizer.zero_grad()
+        optimizer.step(loss_closure=lambda number=number: backward(model, number))
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def hooks_before_and_after_a_step(model: Net) -> None:
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.param_groups[0]["params"][0].grad = None
+        with torch.no_grad():
+            for param in optimizer.param_groups[0]["params"][1:]:
+                param.grad.clamp_(-0.01, 0.01)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for param in optimizer.param_groups[0]["params"]:
+                param.clamp_(-0.1, 0.1)
+
+    for kind in (Own, Rows):
+        optimizer = kind(model.parameters())
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        train(model, optimizer, range(2))
+
+
+def hook_that_reads_the_state(model: Net) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            optimizer.state[param]["momentum_buffer"].mul_(0.5)
+
+    optimizer.register_step_post_hook(after)
+    train(model, optimizer)
+
+
+# ---- attributes ------------------------------------------------------------------------------------------------------
+
+
+class Bound(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.update = self.with_momentum
+
+    def with_momentum(self, param: Tensor, group: dict[str, Any]) -> None:
+        moment = self.state[param].setdefault("m", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+        param.sub_(group["lr"] * moment / (moment.norm() + 1e-3))
+
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        self.update(param, group)
+
+
+class Buffers(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.buffers: dict[Tensor, Tensor] = collections.defaultdict(lambda: torch.zeros(()))
+
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        self.buffers[param] = 0.9 * self.buffers[param] + param.grad
+        param.sub_(group["lr"] * self.buffers[param] / (param.grad.norm() + 1e-3))
+
+
+class Counts(Own):
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.counts = dict.fromkeys(params, 0)
+        self.special = set(params[:2])
+
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        self.counts[param] += 1 if param in self.special else 2
+        param.sub_(group["lr"] * self.counts[param] * param.grad / (param.grad.norm() + 1e-3))
+
+
+@zero.mark_elementwise
+class CountsOnRows(Rows):
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.counts = collections.OrderedDict((param, 0) for param in params)
+        self.special = set(params[:2])
+
+    def one(self, param: Tensor) -> None:
+        self.counts[param] += 1 if param in self.special else 2
+        param.sub_(0.02 * self.counts[param] * param.grad)
+
+
+@zero.mark_elementwise
+class MomentsOnRows(Rows):
+    """Buffers made beside the parameters."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.moments = [torch.zeros_like(param, requires_grad=False) for param in params]
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for moment, param in zip(self.moments, self.param_groups[0]["params"], strict=True):
+                param.sub_(0.1 * moment.mul_(0.9).add_(param.grad))
+
+
+class Slots(Own):
+    __slots__ = ("factor",)
+
+    def __init__(self, params: Any) -> None:
+        self.factor = 0.5
+        super().__init__(params)
+
+    def step(self, closure: Any = None) -> None:
+        self.factor *= 0.9
+        super().step(closure)
+
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        param.sub_(self.factor * group["lr"] * param.grad / (param.grad.norm() + 1e-3))
+
+
+class Names(Own):
+    """Walks along a list beside the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for name, factor, param in zip(group["param_names"], group["factors"], group["params"], strict=True):
+                param.sub_(group["lr"] * factor * param.grad / (param.grad.norm() + 1e-3) * (1 + len(name)))
+
+
+def names_beside_parameters(model: Net) -> None:
+    named = list(model.named_parameters())
+    optimizer = Names(named)
+    optimizer.param_groups[0]["factors"] = [0.1 * number for number in range(len(named))]
+    train(model, optimizer)
+
+
+# ---- parameters, gradients and states --------------------------------------------------------------------------------
+
+
+@zero.mark_elementwise
+class AssignsData(Rows):
+    def one(self, param: Tensor) -> None:
+        param.data = param.data - 0.1 * param.grad
+
+
+class DropsState(Own):
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        state["n"] = state.get("n", 0) + 1
+        param.sub_(group["lr"] * state["n"] * param.grad / (param.grad.norm() + 1e-3))
+        if state["n"] == 2:
+            del self.state[param]
+
+
+def gradients_changed_by_a_step(model: Net) -> None:
+    class Keeps(Own):
+        def one(self, param: Tensor, group: dict[str, Any]) -> None:
+            super().one(param, group)
+            param.grad = None if param.ndim == 1 else param.grad * 0.5
+
+    @zero.mark_elementwise
+    class KeepsOnRows(Rows):
+        def one(self, param: Tensor) -> None:
+            super().one(param)
+            param.grad = param.grad * 0.5
+
+    for optimizer in (Keeps(model.parameters()), KeepsOnRows(model.parameters())):
+        for number in range(3):  # gradients are never cleared
+            backward(model, number)
+            optimizer.step()
+
+
+class Anchored(Own):
+    """Keeps a state of every parameter, and decays those without a gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            anchor = self.state[param].setdefault("anchor", param.clone())
+            param.mul_(0.99)
+            if param.grad is not None:
+                param.sub_(0.05 * param.grad / (param.grad.norm() + 1e-3)).lerp_(anchor, 0.5)
+
+
+def parameters_without_a_gradient(model: Net) -> None:
+    model.body.requires_grad_(False)
+    optimizer = Anchored(model.parameters())
+    train(model, optimizer, range(2))
+    model.body.requires_grad_(True)
+    train(model, optimizer, range(2, 4))
+
+
+def whole_state_of_adafactor(model: Net) -> None:
+    plain = make()
+    before = torch.optim.Adafactor(plain.parameters())
+    train(plain, before, range(2))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    optimizer.load_state_dict(before.state_dict())
+    train(model, optimizer, range(2, 4))
+
+
+def new_head(model: Net) -> None:
+    torch.manual_seed(1)
+    model.head = nn.Linear(24, 7)
+    model(torch.ones(2, 3, dtype=torch.long))
+    train(model, Own(model.parameters()))
+
+
+def simply(kind: Callable[[Any], Any]) -> Case:
+    return lambda model: train(model, kind(model.parameters()))
+
+
+CASES: dict[str, Case] = {
+    **{
+        case.__name__: case
+        for case in (
+            more_after_the_inherited_step,
+            optimizers_in_a_list,
+            scheduler_of_the_inner_optimizer,
+            gradients_anew_within_a_step,
+            closure_of_another_name,
+            hooks_before_and_after_a_step,
+            hook_that_reads_the_state,
+            names_beside_parameters,
+            gradients_changed_by_a_step,
+            parameters_without_a_gradient,
+            whole_state_of_adafactor,
+            new_head,
+        )
+    },
+    **{
+        kind.__name__: simply(kind)
+        for kind in (Bound, Buffers, Counts, CountsOnRows, MomentsOnRows, Slots, AssignsData, DropsState)
+    },
+}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@on_ranks(2)
+def test_training_is_that_of_one_process_bit_for_bit(stage: int) -> None:
+    found: dict[str, float | str] = {}
+    for name, case in CASES.items():
+        oracle, model = make(), make(stage)
+        case(oracle)
+        case(model)
+        found[name] = furthest(model, oracle)
+    assert not (wrong := {name: far for name, far in found.items() if far != 0.0}), wrong
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Clips(Average):
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.01)
+        self.inner.step()
+
+
+class SAM(Own):
+    """Moves along the gradient of all parameters, and back."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        away = [0.05 * param.grad / norm for param in params]
+        for param, by in zip(params, away, strict=True):
+            param.add_(by)
+        with torch.enable_grad():
+            closure()
+        for param, by in zip(params, away, strict=True):
+            param.sub_(by).sub_(0.1 * param.grad)
+
+
+class Lists(Own):
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.moments = [torch.zeros_like(param, requires_grad=False) for param in params]
+
+
+class CountsInAnObject(Own):
+    """Accepted: a trial must not change the object itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counter = collections.Counter()
+
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        self.counter["all"] += 1
+        param.sub_(group["lr"] / self.counter["all"] * param.grad)
+
+
+def _refused(kind: str) -> None:
+    model = make(3)
+    made = {
+        "Clips": lambda: Clips(Own(model.parameters())),
+        "SAM": lambda: SAM(model.parameters()),
+        "Lists": lambda: Lists(model.parameters()),
+        "CountsInAnObject": lambda: CountsInAnObject(model.parameters()),
+    }[kind]()
+    backward(model, 0)
+    made.step(lambda: backward(model, 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("Clips", "another gradient"), ("SAM", "another gradient"), ("Lists", "made like a partitioned")],
+)
+def test_what_cannot_be_right_is_an_error_on_all_ranks(kind: str, words: str) -> None:
+    with pytest.raises(RankError, match=words) as caught:
+        run_ranks(_refused, 2, kind)
+    assert [failure.type_name for failure in caught.value.failures] == ["UsageError"] * 2
+
+
+def test_a_trial_leaves_the_optimizer_as_it_is() -> None:
+    run_ranks(_refused, 2, "CountsInAnObject")
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class OwnKey(Own):
+    def step(self, closure: Any = None) -> None:
+        self.state["n"] = self.state.get("n", 0) + 1  # type: ignore[index, call-overload]
+        super().step(closure)
+
+
+class NumberedKeys(Own):
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        self.state[param][0] = 1
+
+
+class OwnStateDict(Own):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "n": 1}
+
+
+class DottedKeys(Own):
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        moment = self.state[param].setdefault("exp.avg", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+        param.sub_(group["lr"] * moment / (moment.norm() + 1e-3))
+
+
+def _accelerated(kind: str, stage: int) -> tuple[Any, Net, Any]:
+    plugin = zero.ZeroPlugin(stage=stage, collectives="pairwise", gradient_reduction="sum")
+    accelerator = zero.ZeroAccelerator(zero_plugin=plugin)
+    torch.manual_seed(0)
+    model = Net()
+    made = Average(Bound(model.parameters())) if kind == "Average" else globals()[kind](model.parameters())
+    return accelerator, *accelerator.prepare(model, made)
+
+
+def _save(kind: str, folder: str) -> None:
+    accelerator, model, optimizer = _accelerated(kind, 3)
+    train(model, optimizer, range(2))
+    accelerator.save_state(folder)
+
+
+def _resume(kind: str, folder: str, stage: int) -> float:
+    accelerator, model, optimizer = _accelerated(kind, stage)
+    accelerator.load_state(folder)
+    train(model, optimizer, range(2, 4))
+    oracle = make()
+    train(oracle, globals()[kind](oracle.parameters()))
+    return furthest(model, oracle)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("OwnKey", "under 'n', which is no parameter"),
+        ("NumberedKeys", "names a state of a parameter 0"),
+        ("OwnStateDict", "has 'n' beside its states"),
+        ("Average", "state of the Bound inside Average"),
+    ],
+)
+def test_what_a_checkpoint_would_lack_is_an_error(kind: str, words: str, tmp_path: Any) -> None:
+    with pytest.raises(RankError, match=words) as caught:
+        run_ranks(_save, 2, kind, str(tmp_path / "state"))
+    assert {failure.type_name for failure in caught.value.failures} == {"CheckpointError"}
+
+
+def test_names_of_states_may_have_dots(tmp_path: Any) -> None:
+    run_ranks(_save, 2, "DottedKeys", str(tmp_path / "state"))
+    assert run_ranks(_resume, 3, "DottedKeys", str(tmp_path / "state"), 1) == [0.0] * 3

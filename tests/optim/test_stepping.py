@@ -1,0 +1,511 @@
+"""Any optimizer steps as in one process: on rows where it is elementwise, elsewhere on whole parameters by their owners."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from peft.optimizers.lorafa import LoraFAOptimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hf_zero as zero
+from hf_zero.checkpoint.export import whole_state_dict
+from hf_zero.engine.engine import engine_of
+from hf_zero.optim.kinds import is_elementwise
+from hf_zero.optim.owners import spread
+from tests.ranks import run_alone, run_ranks
+
+STEPS = 4
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Rows that divide by nothing, vectors, and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 24)
+        self.body = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 24, bias=False))
+        self.head = nn.Linear(24, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embed(ids)).mean(1))
+        return logits
+
+
+class Plain(torch.optim.Optimizer):
+    """What the optimizers below share: a step that sees one plain parameter at a time."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.num_steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    assert not isinstance(param, DTensor)
+                    assert not isinstance(param.grad, DTensor)
+                    param.sub_(group["lr"] * self.update(param, param.grad, self.state[param]))
+        return loss
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Trusting(Plain):
+    """LARS-like: steps as long as the parameter's norm says."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad * (param.norm().item() / (grad.norm().item() + 1e-8))
+
+
+class Orthogonal(Plain):
+    """The sign of QR and SVD factors, with momentum made from a shape."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros(param.shape)
+        momentum: Tensor = state["momentum"].mul_(0.9).add_(grad)
+        if param.ndim < 2:
+            return momentum
+        u, _, v = torch.linalg.svd(momentum, full_matrices=False)
+        return u @ v * torch.linalg.qr(momentum)[1].diagonal().abs().mean()
+
+
+class Robust(Plain):
+    """Median, sorting and indexing; factored and nested states, and one that is an object."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["sides"] = [torch.zeros(size) for size in param.shape]
+            state["seen"] = {"last": torch.zeros(3), "count": 0}
+            state["limit"] = Limit(torch.ones(2))
+        for dim, side in enumerate(state["sides"]):
+            side.mul_(0.5).add_(
+                grad.abs().mean([d for d in range(grad.ndim) if d != dim]) if grad.ndim > 1 else grad.abs()
+            )
+        state["seen"]["last"] = grad.flatten().sort().values[:3].clone()
+        state["seen"]["count"] += 1
+        state["limit"].values.add_(grad.flatten()[0].abs())
+        scale = (
+            grad.median().abs()
+            + state["sides"][0].mean()
+            + state["limit"].values.sum()
+            + state["seen"]["last"].abs().sum()
+        )
+        grad = grad.clone()
+        grad[-1] = 0
+        return grad / scale
+
+
+class Limit:
+    """An object in a state."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Around(Plain):
+    """Moves parameters before it evaluates its closure, and once more between two evaluations, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        for sign in (1, -1):
+            for param in (p for group in self.param_groups for p in group["params"]):
+                param.add_(sign * 0.01)
+            with torch.enable_grad():
+                loss = closure()
+            for param in (p for group in self.param_groups for p in group["params"]):
+                param.sub_(self.param_groups[0]["lr"] * param.grad / (param.grad.norm() + 1e-6))
+        return loss
+
+
+class Outer(torch.optim.Optimizer):
+    """Lookahead: wraps another optimizer, whose groups it shares."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.slow: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        for param in params:
+            self.state[param].setdefault("slow", param.clone())
+        self.inner.step()
+        for param in params:
+            slow = self.state[param]["slow"].lerp_(param, 0.5)
+            param.copy_(slow)
+
+
+class Renamed(torch.optim.AdamW):
+    """Only another name: still elementwise."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2, foreach=True)
+
+
+class Normed(torch.optim.SGD):
+    """Not elementwise any more: it divides by norms before it does what its base does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in (p for group in self.param_groups for p in group["params"]):
+            param.grad.div_(param.grad.norm())
+        return super().step(closure)
+
+
+class GlobalNorm(Plain):
+    """Looks across parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for param in params:
+            param.sub_(0.1 * param.grad / norm)
+
+
+class Marked(Plain):
+    """Elementwise, and marked so."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        state.setdefault("mean", torch.zeros_like(param)).lerp_(grad, 0.5)
+        return state["mean"].sign() * 0.1
+
+
+zero.mark_elementwise(Marked)
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.ndim == 2]
+
+
+def torch_one(name: str, **options: Any) -> Make:
+    return lambda model: getattr(torch.optim, name)(model.parameters(), **{"lr": 1e-2, **options})
+
+
+ROWS: dict[str, Make] = {
+    **{
+        name: torch_one(name)
+        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+    },
+    "Adam": torch_one("Adam", foreach=False),
+    "AdamW": torch_one("AdamW", foreach=True, amsgrad=True),
+    "momentum": torch_one("SGD", lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "renamed": lambda model: Renamed(model.parameters()),
+    "marked": lambda model: Marked(model.parameters()),
+}
+WHOLE: dict[str, Make] = {
+    "Adafactor": torch_one("Adafactor"),
+    "Adafactor of transformers": lambda model: transformers.optimization.Adafactor(model.parameters()),
+    "Muon": lambda model: torch.optim.Muon(matrices(model), lr=1e-2),
+    "trusting": lambda model: Trusting(model.parameters()),
+    "orthogonal": lambda model: Orthogonal(model.parameters()),
+    "robust": lambda model: Robust(model.parameters()),
+    "around": lambda model: Around(model.parameters()),
+    "outer": lambda model: Outer(Trusting(model.parameters())),
+    "normed": lambda model: Normed(model.parameters(), lr=0.1),
+    "groups": lambda model: Trusting([{"params": [p], "lr": 0.01 * i} for i, p in enumerate(model.parameters())]),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int] = range(STEPS)) -> None:
+    """Train; only rank 0 has a loss, so that sums over the ranks have the bits of one process."""
+    weight = 1.0 if not dist.is_initialized() or dist.get_rank() == 0 or model.__dict__.get("is_oracle") else 0.0
+    for number in steps:
+        generator = torch.Generator().manual_seed(number)
+        ids, labels = torch.randint(31, (8, 5), generator=generator), torch.randint(7, (8,), generator=generator)
+
+        def closure(ids: Tensor = ids, labels: Tensor = labels) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = nn.functional.cross_entropy(model(ids), labels) * weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        if isinstance(optimizer, Around):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def make(stage: int | None = None, **options: Any) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    if stage is None:
+        model.__dict__["is_oracle"] = True
+    else:
+        config = {"stage": stage, "collectives": "pairwise", "gradient_reduction": "sum", "timeout_s": 20}
+        zero.shard_model(model, {**config, **options})
+    return model
+
+
+def furthest(model: nn.Module, wanted: nn.Module) -> float:
+    weights = whole_state_dict(model)
+    return max(float((weights[name] - value).abs().max()) for name, value in wanted.state_dict().items())
+
+
+def differences(kinds: dict[str, str], stage: int, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, where in kinds.items():
+        factory = (ROWS if name in ROWS else WHOLE)[name]
+        oracle, model = make(), make(stage, **options)
+        ours = factory(model)
+        train(oracle, factory(oracle))
+        train(model, ours)
+        stepping = vars(ours)["_zero_stepping"]
+        found[name] = (furthest(model, oracle), "rows" if stepping.owners is None else "whole") == (0.0, where)
+        held = [param for group in ours.param_groups for param in group["params"]]
+        found[f"{name} holds its own"] = all(isinstance(param, DTensor) for param in held)
+        found[f"{name} counts"] = getattr(ours, "num_steps", STEPS) in (STEPS, 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stage"),
+    [(2, 1), (2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (3, 3)))],
+)
+def test_any_optimizer_equals_one_process_bit_for_bit(num_ranks: int, stage: int) -> None:
+    kinds = {**dict.fromkeys(ROWS, "rows"), **dict.fromkeys(WHOLE, "whole")}
+    for found in run_ranks(differences, num_ranks, kinds, stage):
+        assert not [name for name, is_right in found.items() if not is_right]
+
+
+def test_replicas_and_choices() -> None:
+    for found in run_ranks(differences, 4, {"Muon": "whole", "AdamW": "rows"}, 3, replicate=2):
+        assert all(found.values()), found
+    for found in run_ranks(differences, 2, {"AdamW": "whole", "Rprop": "whole"}, 2, optimizer_on="whole"):
+        assert all(found.values()), found
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def step_across(kind: str) -> None:
+    model = make(3)
+    if kind == "adapters":
+        names, params = zip(*model.named_parameters(), strict=True)
+        optimizer: Any = LoraFAOptimizer([{"params": params, "names": names, "scaling_factor": 1.0, "lr": 0.1}])
+    else:
+        optimizer = GlobalNorm(model.parameters()) if kind == "norm" else torch.optim.LBFGS(model.parameters())
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("norm", "when another has another gradient"),
+        ("lbfgs", "one search direction"),
+        ("adapters", "computes the step of one matrix of an adapter from the other"),
+    ],
+)
+def test_an_optimizer_that_looks_across_parameters_is_an_error(kind: str, why: str) -> None:
+    for failure in run_ranks(step_across, 2, kind, expect_failure=True):
+        assert failure.type_name == "UsageError"
+        assert why in failure.message
+        assert "stage 0" in failure.message
+
+
+class Lomo:
+    """As lomo_optim: hooks that change parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        for param in model.parameters():
+            param.register_hook(self.hook())  # type: ignore[no-untyped-call]
+
+    def hook(self) -> Callable[[Tensor], Tensor]:
+        def func(gradient: Tensor) -> Tensor:
+            return gradient
+
+        return func
+
+
+def lomo_before_or_after(is_first: bool) -> None:
+    model = Net()
+    if is_first:
+        Lomo(model)
+    zero.shard_model(model, {"stage": 2, "collectives": "pairwise"})
+    Lomo(model)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_fused_into_the_backward_is_an_error(is_first: bool) -> None:
+    failures = run_ranks(lomo_before_or_after, 2, is_first, expect_failure=True)
+    # A rank may still be gathering when the other has raised and ended.
+    assert any("Lomo changes parameters while the backward runs" in failure.message for failure in failures)
+    assert {failure.type_name for failure in failures} <= {"UsageError", "CollectiveError"}
+
+
+def test_classes_are_told_apart() -> None:
+    param = nn.Parameter(torch.ones(2, 2))
+    for name in ROWS:
+        assert is_elementwise(ROWS[name](nn.Linear(2, 2))), name
+    for made in (Normed([param], lr=1.0), Trusting([param]), Outer(Trusting([param])), torch.optim.Muon([param])):
+        assert not is_elementwise(made), type(made)
+    assert not is_elementwise(Outer(torch.optim.SGD([param], lr=0.1)))
+
+
+class Failing(Plain):
+    """Fails in the middle of its second step, on the rank that owns the embedding."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if self.num_steps == 2:
+            raise ArithmeticError("no step today")
+        return grad
+
+
+def step_that_fails() -> tuple[bool, str]:
+    model = make(3, optimizer_on="rows")
+    optimizer = Failing(model.parameters())
+    held = [id(param) for param in optimizer.param_groups[0]["params"]]
+    with pytest.raises(ArithmeticError):
+        train(model, optimizer)
+    kept = [id(param) for param in optimizer.param_groups[0]["params"]] == held
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, other)
+    return kept, type(copy.deepcopy(optimizer)).__name__
+
+
+def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
+    assert run_ranks(step_that_fails, 2) == [(True, "Failing")] * 2
+
+
+def whole_state_is_refused() -> str:
+    model = make(2)
+    optimizer = Trusting(model.parameters())
+    train(model, Orthogonal(model.parameters()), range(1))
+    optimizer.state_dict()  # nothing in it
+    orthogonal = Orthogonal(model.parameters())
+    train(model, orthogonal, range(1))
+    with pytest.raises(zero.UsageError) as caught:
+        orthogonal.state_dict()
+    return str(caught.value)
+
+
+def test_a_part_of_a_state_is_not_given_for_the_whole() -> None:
+    for said in run_ranks(whole_state_is_refused, 2):
+        assert "save_state" in said
+
+
+# --- exchanges ----------------------------------------------------------------------------------------------------------
+
+
+def bytes_moved(stage: int) -> dict[str, int]:
+    model = make(stage)
+    engine = engine_of(model)
+    assert engine is not None
+    optimizer = torch.optim.Muon(matrices(model), lr=1e-2)
+    train(model, optimizer, range(1))
+    ledger = engine.world.ledger
+    ledger.reset()
+    train(model, optimizer, range(1, 2))
+    return {f"{kind} {unit}": entry.bytes for (kind, unit), entry in ledger.entries.items() if "owners" in kind}
+
+
+def test_owners_receive_rows_and_send_them_back() -> None:
+    found = run_ranks(bytes_moved, 2, 3)
+    psi = 4 * sum(param.numel() for param in matrices(Net()))
+    for kind in ("to_owners parameters", "to_owners gradients", "from_owners parameters"):
+        # Psi (N - 1) / N^2 a rank, on average: what one owner does not receive, the other does.
+        total = sum(received[kind] for received in found)
+        assert abs(total - psi / 2) <= 4 * 40 * 4, (kind, total)  # but for rows that do not divide
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_owners_of_a_llama_8b_have_equal_work(num_ranks: int) -> None:
+    attention = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+    loads = [0] * num_ranks
+    spread([*attention, (14336, 4096), (14336, 4096), (4096, 14336)] * 32, loads)
+    assert max(loads) <= 1.1 * sum(loads) / num_ranks
+
+
+def test_every_parameter_has_an_owner_whatever_its_shape() -> None:
+    loads = [0, 0]
+    owners = spread([(0, 3), (), (5,), (2, 0), (3, 2, 2)], loads)
+    assert len(owners) == 5
+    assert sorted(loads) == [6, 12]
+
+
+# --- states: frozen layers, loading, checkpoints --------------------------------------------------------------------------
+
+
+def unfreeze_and_load() -> tuple[float, float]:
+    results = []
+    for optimizer_class in (Orthogonal, Marked):
+        oracle, model = make(), make(3)
+        optimizers = []
+        for each in (oracle, model):
+            each.body.requires_grad_(False)
+            optimizer = optimizer_class([p for p in each.parameters() if p.requires_grad])
+            train(each, optimizer, range(2))
+            each.body.requires_grad_(True)
+            optimizer.add_param_group({"params": list(each.body.parameters()), "lr": 0.02})
+            train(each, optimizer, range(2, 4))
+            optimizers.append(optimizer)
+        state = copy.deepcopy(optimizers[0].state_dict())
+        fresh = optimizer_class([p for p in model.parameters() if id(p) not in set(map(id, model.body.parameters()))])
+        fresh.add_param_group({"params": list(model.body.parameters())})
+        fresh.load_state_dict(state)  # whole, as a plain run saves it
+        train(oracle, optimizers[0], range(4, 6))
+        train(model, fresh, range(4, 6))
+        results.append(furthest(model, oracle))
+    return results[0], results[1]
+
+
+def test_layers_unfrozen_later_and_whole_states_that_are_loaded() -> None:
+    assert run_ranks(unfreeze_and_load, 2) == [(0.0, 0.0)] * 2
+
+
+SAVED: dict[str, Make] = {"orthogonal": WHOLE["orthogonal"], "robust": WHOLE["robust"], "Adafactor": WHOLE["Adafactor"]}
+
+
+def accelerated(name: str, stage: int) -> tuple[Any, nn.Module, Any]:
+    plugin = zero.ZeroPlugin(stage=stage, collectives="pairwise", gradient_reduction="sum", timeout_s=20)
+    accelerator = zero.ZeroAccelerator(zero_plugin=plugin)
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, SAVED[name](model))
+    return accelerator, model, optimizer
+
+
+def save_after_two(folder: str, name: str, stage: int) -> None:
+    accelerator, model, optimizer = accelerated(name, stage)
+    train(model, optimizer, range(2))
+    accelerator.save_state(folder)
+
+
+def go_on(folder: str, name: str, stage: int) -> float:
+    oracle = make()
+    train(oracle, SAVED[name](oracle))
+    accelerator, model, optimizer = accelerated(name, stage)
+    accelerator.load_state(folder)
+    train(model, optimizer, range(2, STEPS))
+    return furthest(model, oracle)
+
+
+@pytest.mark.parametrize("name", list(SAVED))
+def test_states_of_owners_are_saved_and_resume_on_other_ranks_and_stages(name: str, tmp_path: Path) -> None:
+    run_ranks(save_after_two, 2, str(tmp_path / "two"), name, 3)
+    assert run_ranks(go_on, 2, str(tmp_path / "two"), name, 1) == [0.0, 0.0]
+    assert run_ranks(go_on, 3, str(tmp_path / "two"), name, 3) == [0.0] * 3
+    assert run_alone(go_on, str(tmp_path / "two"), name, 3) == 0.0
+    run_alone(save_after_two, str(tmp_path / "one"), name, 2)
+    assert run_ranks(go_on, 2, str(tmp_path / "one"), name, 2) == [0.0, 0.0]
