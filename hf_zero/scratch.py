@@ -220,7 +220,7 @@ class Transfers:
         ]
 
 
-class Slot:
+class StepMemory:
     """Memory that a step computes in: at multiples of `ALIGNMENT`, of this process alone."""
 
     def __init__(self, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Train a model whose layers are shared out over the stages of a pipeline, each stage under ZeRO over its own ranks.
+"""Train a model whose layers are divided over the stages of a pipeline, each stage under ZeRO over its own ranks.
 
     accelerate launch --config_file configs/accelerate/cpu4.yaml recipes/pipeline.py --zero configs/zero1.yaml \
         --stages 2 --output_dir out/pipeline

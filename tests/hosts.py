@@ -152,7 +152,7 @@ for _ in range(int(sys.argv[1])):
         dist.barrier()
         times[name].append((time.perf_counter() - start) / 3)
         if name == "exact, auto" and dist.get_rank() == 0:
-            print(engine.world.collectives.name, engine.world.collectives.reason)
+            print(engine.world.shards.name, engine.world.shards.reason)
         del model, engine, optimizer
 if dist.get_rank() == 0:
     for name, seconds in times.items():

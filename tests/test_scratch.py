@@ -13,12 +13,12 @@ import torch
 
 from hf_zero import scratch
 from hf_zero.errors import OffloadError
-from hf_zero.scratch import ALIGNMENT, Scratch, Slot, Transfers, make_places
+from hf_zero.scratch import ALIGNMENT, Scratch, StepMemory, Transfers, make_places
 
 FOLDER = Path(tempfile.gettempdir())
 
 
-def _move(way: str, file: Scratch, slot: Slot, num_bytes: int) -> None:
+def _move(way: str, file: Scratch, slot: StepMemory, num_bytes: int) -> None:
     for each in Transfers().start(way, [(file, 0, slot.memory(0, num_bytes))]):
         each.result()
 
@@ -28,7 +28,7 @@ def test_both_ways_to_a_file_see_the_same_bytes(is_direct: bool, monkeypatch: py
     if not is_direct:
         monkeypatch.delattr(os, "O_DIRECT")  # as on a system, or a file system, that has none
     num_bytes = 3 * 8 * 2**20 + ALIGNMENT  # of several requests
-    file, slot = Scratch(FOLDER, num_bytes), Slot(num_bytes)
+    file, slot = Scratch(FOLDER, num_bytes), StepMemory(num_bytes)
     assert file.is_direct == is_direct
     mapped = file.tensor(0, (num_bytes // 4,), torch.float32)
     staged = slot.tensor(0, (num_bytes // 4,), torch.float32)
@@ -92,7 +92,7 @@ def test_file_system_of_a_folder_is_known() -> None:
 
 
 def test_disk_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, slot = Scratch(FOLDER, ALIGNMENT), Slot(ALIGNMENT)
+    file, slot = Scratch(FOLDER, ALIGNMENT), StepMemory(ALIGNMENT)
 
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")

@@ -10,7 +10,7 @@ from hf_zero.tables import aligned
 
 # Engine -> rounds -> figure -> value; None if it could not be measured.
 Round = Mapping[str, float | None]
-Found = Mapping[str, Sequence[Round]]
+Measured = Mapping[str, Sequence[Round]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def worst(ranks: Sequence[Round], keys: Collection[str]) -> dict[str, float | No
     return {key: max(of_ranks, default=None) for key, of_ranks in values.items()}
 
 
-def ratios(found: Found, engine: str, key: str, others: Collection[str]) -> list[float]:
+def ratios(found: Measured, engine: str, key: str, others: Collection[str]) -> list[float]:
     """A figure of `engine` over the least of `others` in the same round; rounds that lack either are left out."""
     result = []
     for number, mine in enumerate(found[engine]):
@@ -47,12 +47,12 @@ def ratios(found: Found, engine: str, key: str, others: Collection[str]) -> list
     return result
 
 
-def others_than(found: Found, engine: str) -> list[str]:
+def others_than(found: Measured, engine: str) -> list[str]:
     """All engines but this one."""
     return [other for other in found if other != engine]
 
 
-def table(found: Found, figures: Sequence[Figure], invalid: Collection[str] = ()) -> str:
+def table(found: Measured, figures: Sequence[Figure], invalid: Collection[str] = ()) -> str:
     """Medians over the rounds, with the least and the greatest; then the ratios to `plain` and to the best other engine.
 
     Ratios have 95% bootstrap intervals, and "ahead" or "behind" if these exclude 1.

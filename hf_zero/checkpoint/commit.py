@@ -29,7 +29,7 @@ from hf_zero.checkpoint.files.manifest import (
     read_text,
     record_of,
 )
-from hf_zero.checkpoint.files.model_plan import Plan
+from hf_zero.checkpoint.files.model_plan import FilePlan
 from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.checkpoint.ranks.background import WRITING_S, BackgroundSaves
 from hf_zero.checkpoint.ranks.cooperative import Extents, ranks_that_see, write_plan
@@ -65,7 +65,7 @@ class StagedCheckpoint:
         self._world = world
         self._extents: Extents = {}
         self._background = background
-        self._deferred: list[tuple[Plan, Mapping[str, Source]]] = []
+        self._deferred: list[tuple[FilePlan, Mapping[str, Source]]] = []
         self._error: Exception | None = None
         with self._agreed(world):
             if world.rank == 0:
@@ -93,7 +93,7 @@ class StagedCheckpoint:
         except Exception as error:
             self._error = self._error or error
 
-    def write(self, plan: Plan, sources: Mapping[str, Source]) -> None:
+    def write(self, plan: FilePlan, sources: Mapping[str, Source]) -> None:
         """Write files into the folder, all ranks together, or copy their rows for later.
 
         Raises:
@@ -104,7 +104,7 @@ class StagedCheckpoint:
         else:
             self._deferred.append((plan, self._background.keep(sources)))
 
-    def _write(self, plan: Plan, sources: Mapping[str, Source], world: World) -> None:
+    def _write(self, plan: FilePlan, sources: Mapping[str, Source], world: World) -> None:
         for name, found in write_plan(plan, sources, self.folder, world, in_parts=True).items():
             self._extents.setdefault(name, []).extend(found)
 

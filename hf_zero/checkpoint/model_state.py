@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_zero.checkpoint.commit import staged_in
 from hf_zero.checkpoint.files.manifest import check_name
-from hf_zero.checkpoint.files.model_plan import NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.checkpoint.files.model_plan import FilePlan, NotMovedError, model_sources, plan_model, uncovered
 from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.ranks.cooperative import match, read_plan, write_plan
 from hf_zero.engine.engine import engine_of
@@ -40,7 +40,7 @@ def write_model(model: nn.Module, folder: Path, world: World, dtype: torch.dtype
         CheckpointError: on all ranks, if any of them could not write.
     """
 
-    def plan_writing() -> Plan | None:
+    def plan_writing() -> FilePlan | None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             return plan_model(model, folder, dtype, **options)
@@ -75,7 +75,7 @@ def read_model(model: nn.Module, folder: Path, world: World) -> None:
         engine.mark_dirty()
 
 
-def _plan_reading(model: nn.Module, folder: Path) -> tuple[Plan, list[str]]:
+def _plan_reading(model: nn.Module, folder: Path) -> tuple[FilePlan, list[str]]:
     with tempfile.TemporaryDirectory() as scratch:
         plan = plan_model(model, Path(scratch))
     missing = uncovered(model, plan)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.checkpoint.files.model_plan import Plan, source_of
+from hf_zero.checkpoint.files.model_plan import FilePlan, source_of
 from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.files.stored import is_stored
@@ -57,7 +57,7 @@ def _named_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[li
 
 def capture(
     optimizer: torch.optim.Optimizer, model: nn.Module, prefix: str
-) -> tuple[Plan, dict[str, Source], dict[str, Any]]:
+) -> tuple[FilePlan, dict[str, Source], dict[str, Any]]:
     """What an optimizer's state consists of.
 
     Args:
@@ -92,7 +92,7 @@ def capture(
         "groups": [{"params": names, "options": o} for names, o in zip(groups, options, strict=True)],
         "numbers": found.numbers,
     }
-    plan = Plan(
+    plan = FilePlan(
         (layout_file(state_files(prefix)[0], list(found.infos.values()), {"format": "pt"}),), _whole(found.infos)
     )
     return plan, found.sources, content
@@ -319,7 +319,7 @@ class LoadedState:
                     f"{shapes.get(name, 'is not in this model')}"
                 )
 
-    def install(self) -> tuple[Plan, dict[str, Source]]:
+    def install(self) -> tuple[FilePlan, dict[str, Source]]:
         """Give the optimizer its numbers and empty states; the caller reads this rank's part into what is returned."""
         by_name = dict(self._model.named_parameters())
         optimizer = _inner(self._optimizer)
@@ -352,7 +352,7 @@ class LoadedState:
                 )
             elif owners.owns(param):
                 optimizer.state[param][key] = rows
-        return Plan((self.file,), _whole(infos)), sources
+        return FilePlan((self.file,), _whole(infos)), sources
 
     def _offloadable(
         self, infos: Mapping[str, TensorInfo], by_name: Mapping[str, Tensor]

@@ -83,7 +83,7 @@ def _bench_step(args: argparse.Namespace) -> int:
         if args.in_turn:
             raise BenchError("--plot draws time against memory, which --in-turn cannot tell apart: leave one out")
         step.check_plot()
-    plan = step.Plan(
+    plan = step.StepBenchmark(
         args.model,
         args.ranks,
         args.batch_size,
@@ -112,9 +112,11 @@ def _bench_checkpoint(args: argparse.Namespace) -> int:
 
 
 def _bench_load(args: argparse.Namespace) -> int:
-    from hf_zero.bench.load.run import Plan, run
+    from hf_zero.bench.load.run import LoadBenchmark, run
 
-    print(run(Plan(args.model, args.ranks, args.rounds, args.dtype, tuple(args.engines.split(","))), args.json))
+    print(
+        run(LoadBenchmark(args.model, args.ranks, args.rounds, args.dtype, tuple(args.engines.split(","))), args.json)
+    )
     return 0
 
 

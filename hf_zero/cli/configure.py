@@ -10,7 +10,7 @@ from typing import Any
 from hf_zero.config.zero_config import ZeroConfig, read_deepspeed
 from hf_zero.errors import ConfigError
 
-_STAGES = """What should the ranks share out?
+_STAGES = """What should be partitioned over the ranks?
   1  optimizer states                             fastest; for models that fit
   2  optimizer states and gradients
   3  optimizer states, gradients and parameters   least memory; for models that do not fit on one rank"""

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.exchange import Exchange, Part, is_late, named
+from hf_zero.comm.exchange import Exchange, Work, is_late, named
 from hf_zero.comm.groups import Axis
-from hf_zero.comm.ledger import Entry
+from hf_zero.comm.ledger import LedgerLine
 from hf_zero.comm.roll_call import missing
 from hf_zero.comm.watch import Watch
 from hf_zero.errors import CollectiveError
@@ -58,7 +58,7 @@ class Agreements:
         self._watch = Watch(str(axis.group.group_name), axis.ranks, axis.ranks[axis.rank], axis.device)
         self._sequence = 0
         self.reason = ""
-        self.trail = 0  # a checksum of all gathers and reductions so far, in order within each kind
+        self.sequence_hash = 0  # a checksum of all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
         self._steps: dict[str, int] = {}
 
@@ -179,7 +179,7 @@ class Agreements:
         if kind in _ORDERED_KINDS:
             # Per kind: each rank may interleave gathers and reductions differently.
             self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
-            self.trail = sum(self._steps.values())
+            self.sequence_hash = sum(self._steps.values())
         return f"{kind} of {unit!r} (exchange {self._sequence})"
 
     def _tags(self, kind: str, unit: str, count: int) -> list[int]:
@@ -193,8 +193,8 @@ class Agreements:
         first = zlib.crc32(f"{self._tags_used[kind]} {unit}".encode())
         return [(first + step) % (2**31 // slots) * slots + _TAG_KINDS.index(kind) for step in range(count)]
 
-    def _part(self, work: dist.Work) -> Part:
-        return Part(work, None, self._watch.follow if self.device.type != "cpu" else None)
+    def _part(self, work: dist.Work) -> Work:
+        return Work(work, None, self._watch.follow if self.device.type != "cpu" else None)
 
     def _start(self, description: str, call: Callable[[], dist.Work | None]) -> dist.Work:
         try:
@@ -206,17 +206,17 @@ class Agreements:
 
     def _send(
         self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
-    ) -> Part:
+    ) -> Work:
         try:
-            return Part((group or self.group).send([tensor], peer, tag), self.ranks[peer])
+            return Work((group or self.group).send([tensor], peer, tag), self.ranks[peer])
         except RuntimeError as error:
             raise named(error, description, self.ranks[peer], self.timeout_s) from error
 
     def _receive(
         self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
-    ) -> Part:
+    ) -> Work:
         try:
-            return Part((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
+            return Work((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
         except RuntimeError as error:
             raise named(error, description, self.ranks[peer], self.timeout_s) from error
 
@@ -241,7 +241,7 @@ class Mail:
     description: str
     tag: int
     timeout_s: float
-    entry: Entry
+    entry: LedgerLine
 
     def send(self, data: Tensor, peer: int) -> Exchange:
         """Start to send bytes, flat and contiguous, which stay as they are until the exchange has been waited for."""

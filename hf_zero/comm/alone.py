@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_zero.comm.agreements import Mail
 from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
-from hf_zero.comm.ledger import Entry, Ledger
+from hf_zero.comm.ledger import Ledger, LedgerLine
 
 
 class AloneCollectives(Collectives):
@@ -28,7 +28,7 @@ class AloneCollectives(Collectives):
     def __init__(self, number: int, device: torch.device, ledger: Ledger) -> None:
         self.device, self.ledger = device, ledger
         self.ranks, self.rank, self.num_ranks = (number,), 0, 1
-        self.backend, self.reason, self.trail = "one process", "", 0
+        self.backend, self.reason, self.sequence_hash = "one process", "", 0
 
     @property
     def mesh(self) -> NoReturn:  # type: ignore[override]
@@ -60,7 +60,7 @@ class AloneCollectives(Collectives):
 
     def mail(self, kind: str, unit: str, timeout_s: float | None = None) -> Mail:
         """See `Collectives.mail`."""
-        return Mail(self, f"{kind} of {unit!r}", 0, 0.0, Entry())
+        return Mail(self, f"{kind} of {unit!r}", 0, 0.0, LedgerLine())
 
     def break_off(self) -> None:
         """See `Collectives.break_off`."""

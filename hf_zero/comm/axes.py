@@ -5,7 +5,7 @@
     replica 0: shard 0: ranks 0 1    shard 1: ranks 2 3
     replica 1: shard 0: ranks 4 5    shard 1: ranks 6 7
 
-Rank 0 cuts parameters with rank 2 (`collectives`), holds the same rows as rank 4 (`replicas`), averages gradients with 2, 4
+Rank 0 cuts parameters with rank 2 (`shards`), holds the same rows as rank 4 (`replicas`), averages gradients with 2, 4
 and 6 (`data`), sees the same batch as rank 1 and shares every layer with it (`tensor`), holds the whole model together with 1,
 2 and 3 (`holders`), and agrees with all of them (`everyone`).
 """
@@ -40,7 +40,7 @@ class Axes:
     """Exchanges among the ranks of each axis; see [Note: axes]. One object serves several of them where they are the same.
 
     Attributes:
-        collectives: among the ranks that parameters are cut over.
+        shards: among the ranks that parameters are cut over.
         replicas: among those that hold the same rows, one of each replica.
         data: among those that gradients are averaged over: they see different batches.
         tensor: among those that share every layer.
@@ -53,7 +53,7 @@ class Axes:
         is_first_on_host: whether no rank before this one runs on its host.
     """
 
-    collectives: Collectives
+    shards: Collectives
     replicas: Collectives
     data: Collectives
     tensor: Collectives

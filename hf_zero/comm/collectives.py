@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.agreements import Agreements
-from hf_zero.comm.exchange import Exchange, Part, named
+from hf_zero.comm.exchange import Exchange, Work, named
 from hf_zero.layout import RowLayout
 
 _PACKED_BYTES = 64 * 2**10  # a message costs more than copying this, and being copied from it
@@ -127,32 +127,32 @@ class Collectives(Agreements, ABC):
     ) -> Exchange:
         """Like `reduce_scatter`, by one reduce for each rank; the transport decides the order of additions."""
         description = self._describe("reduce", unit)
-        parts: list[Part] = []
-        messages: list[Tensor] = []
+        parts: list[Work] = []
+        buffers: list[Tensor] = []
         arrivals: list[tuple[list[Tensor], Tensor]] = []
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             chosen = [(item, output) for item, output in zip(items, outputs, strict=True) if output.dtype == dtype]
             for owner in range(self.num_ranks):
                 # A separate copy: the transport writes to it even on ranks that are not the owner.
-                message = torch.cat([item.layout.elements_of(item.flat, owner).to(dtype) for item, _ in chosen])
-                if not message.numel():
+                buffer = torch.cat([item.layout.elements_of(item.flat, owner).to(dtype) for item, _ in chosen])
+                if not buffer.numel():
                     continue
-                call = partial(dist.reduce, message, group=self.group, group_dst=owner, async_op=True)
+                call = partial(dist.reduce, buffer, group=self.group, group_dst=owner, async_op=True)
                 parts.append(self._part(self._start(description, call)))
-                messages.append(message)
+                buffers.append(buffer)
                 if owner == self.rank:
-                    arrivals.append(([output for _, output in chosen], message))
+                    arrivals.append(([output for _, output in chosen], buffer))
 
         def finish() -> None:
-            for targets, message in arrivals:
+            for targets, buffer in arrivals:
                 for target, total in zip(
-                    targets, torch.split(message, [len(target) for target in targets]), strict=True
+                    targets, torch.split(buffer, [len(target) for target in targets]), strict=True
                 ):
                     torch.div(total, divisor, out=target)
 
-        received = sum(message.nbytes for _, message in arrivals) * (self.num_ranks - 1)
+        received = sum(buffer.nbytes for _, buffer in arrivals) * (self.num_ranks - 1)
         entry = self.ledger.add("reduce", unit, received)
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep=messages)
+        return Exchange(description, self.timeout_s, parts, entry, finish, keep=buffers)
 
     def all_reduce(self, tensors: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """Sum flat tensors over the ranks, in place; the result has the same bits on every rank.
@@ -176,26 +176,24 @@ class Collectives(Agreements, ABC):
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
         description = self._describe("all_reduce", unit)
-        parcels = [[each] for each in tensors]  # NCCL makes one launch of all, see `_start_all`
+        messages = [[each] for each in tensors]  # NCCL makes one launch of all, see `_start_all`
         if self.backend != "nccl":
-            parcels = in_parcels(tensors, lambda t: (t.dtype, t.nbytes), self.staging_bytes)
-        messages = [parcel[0] if len(parcel) == 1 else torch.cat(parcel) for parcel in parcels]
-        calls = [
-            partial(dist.all_reduce, message, op=operation, group=self.group, async_op=True) for message in messages
-        ]
+            messages = in_messages(tensors, lambda t: (t.dtype, t.nbytes), self.staging_bytes)
+        buffers = [message[0] if len(message) == 1 else torch.cat(message) for message in messages]
+        calls = [partial(dist.all_reduce, buffer, op=operation, group=self.group, async_op=True) for buffer in buffers]
         parts = self._start_all(description, calls, self.group)
 
         def unpack() -> None:
-            for parcel, message in zip(parcels, messages, strict=True):
-                if len(parcel) > 1:
-                    torch._foreach_copy_(parcel, torch.split(message, [len(each) for each in parcel]))
+            for message, buffer in zip(messages, buffers, strict=True):
+                if len(message) > 1:
+                    torch._foreach_copy_(message, torch.split(buffer, [len(each) for each in message]))
             finish()
 
-        return Exchange(description, self.timeout_s, parts, entry, unpack, keep=messages)
+        return Exchange(description, self.timeout_s, parts, entry, unpack, keep=buffers)
 
     def _start_all(
         self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
-    ) -> list[Part]:
+    ) -> list[Work]:
         """Start collectives of one kind: NCCL's as one launch."""
         if self.backend != "nccl" or not calls:
             return [self._part(self._start(description, call)) for call in calls]
@@ -222,7 +220,7 @@ class Collectives(Agreements, ABC):
         outgoing = [self._packed(tensors, peer) for peer, tensors in enumerate(sent)]
         incoming = [self._room_for(tensors, peer) for peer, tensors in enumerate(received)]
         entry = self.ledger.add(kind, unit, sum(map(len, incoming)))
-        parts: list[Part] = []
+        parts: list[Work] = []
         if self.device.type != "cpu":
             call = partial(dist.all_to_all, incoming, outgoing, group=self.group, async_op=True)
             parts.append(self._part(self._start(description, call)))
@@ -233,9 +231,9 @@ class Collectives(Agreements, ABC):
             parts += [self._send(description, outgoing[p], p, tag) for p in peers if len(outgoing[p])]
 
         def finish() -> None:
-            for tensors, message in zip(received, incoming, strict=True):
+            for tensors, buffer in zip(received, incoming, strict=True):
                 if len(tensors) > 1:
-                    parts_of = torch.split(message, [tensor.nbytes for tensor in tensors])
+                    parts_of = torch.split(buffer, [tensor.nbytes for tensor in tensors])
                     for tensor, values in zip(tensors, parts_of, strict=True):
                         tensor.view(torch.uint8).copy_(values)
 
@@ -271,13 +269,13 @@ class Collectives(Agreements, ABC):
         is_on_host = tensor.device.type == "cpu"
         group = self.axis.control_group if is_on_host else self.group
         work = self._start(description, lambda: dist.broadcast(flat, group=group, group_src=source, async_op=True))
-        part = Part(work, None) if is_on_host else self._part(work)
+        part = Work(work, None) if is_on_host else self._part(work)
         Exchange(description, self.timeout_s, [part], entry).wait()
         if values is not tensor:
             tensor.copy_(values)
 
 
-def in_parcels(
+def in_messages(
     items: Sequence[Item], sizes: Callable[[Item], tuple[torch.dtype, int]], most_bytes: int
 ) -> list[list[Item]]:
     """What travels in one message: a large item, or several small ones of a dtype; the same on every rank.
@@ -295,12 +293,12 @@ def in_parcels(
         if num_bytes > _PACKED_BYTES:
             alone.append([item])
             continue
-        parcel, packed_bytes = open_ones.get(dtype, ([], most_bytes))
+        message, packed_bytes = open_ones.get(dtype, ([], most_bytes))
         if packed_bytes + num_bytes > most_bytes:
-            parcel, packed_bytes = [], 0
-            packed.append(parcel)
-        parcel.append(item)
-        open_ones[dtype] = parcel, packed_bytes + num_bytes
+            message, packed_bytes = [], 0
+            packed.append(message)
+        message.append(item)
+        open_ones[dtype] = message, packed_bytes + num_bytes
     return alone + packed
 
 

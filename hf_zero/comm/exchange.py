@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hf_zero.comm.ledger import Entry
+from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
 
 _SHOWN = 8  # missing ranks that an error lists
 
 
 @dataclass(frozen=True)
-class Part:
+class Work:
     """One piece of work in an exchange that has to be waited for.
 
     Attributes:
@@ -46,8 +46,8 @@ class Exchange:
         self,
         description: str,
         timeout_s: float,
-        parts: Sequence[Part] = (),
-        entry: Entry | None = None,
+        parts: Sequence[Work] = (),
+        entry: LedgerLine | None = None,
         finish: Callable[[], None] | None = None,
         keep: object = None,
     ) -> None:

@@ -8,7 +8,7 @@ from hf_zero.tables import aligned
 
 
 @dataclass
-class Entry:
+class LedgerLine:
     """Sums over the exchanges of one kind and one unit.
 
     Attributes:
@@ -31,11 +31,11 @@ class Ledger:
     from `N - 1` peers on the owner, and nothing on the others.
     """
 
-    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    entries: dict[tuple[str, str], LedgerLine] = field(default_factory=dict)
 
-    def add(self, kind: str, unit: str, num_bytes: int) -> Entry:
+    def add(self, kind: str, unit: str, num_bytes: int) -> LedgerLine:
         """Count one exchange of `kind` for `unit`; returns the entry, to which waiting adds its seconds."""
-        entry = self.entries.setdefault((kind, unit), Entry())
+        entry = self.entries.setdefault((kind, unit), LedgerLine())
         entry.calls += 1
         entry.bytes += num_bytes
         return entry
@@ -44,10 +44,10 @@ class Ledger:
         """A ledger that counts here, with the name of an axis after each kind: "gather (tensor axis)"."""
         return _Along(self, axis)
 
-    def total(self, kind: str | None = None) -> Entry:
+    def total(self, kind: str | None = None) -> LedgerLine:
         """The sum over all units of `kind` (of everything when `kind` is None)."""
         chosen = [entry for (entry_kind, _), entry in self.entries.items() if kind in (None, entry_kind)]
-        return Entry(
+        return LedgerLine(
             sum(entry.calls for entry in chosen),
             sum(entry.bytes for entry in chosen),
             sum(entry.seconds for entry in chosen),
@@ -77,6 +77,6 @@ class _Along(Ledger):
         super().__init__(ledger.entries)
         self._axis = axis
 
-    def add(self, kind: str, unit: str, num_bytes: int) -> Entry:
+    def add(self, kind: str, unit: str, num_bytes: int) -> LedgerLine:
         """See `Ledger.add`."""
         return super().add(f"{kind} ({self._axis})", unit, num_bytes)

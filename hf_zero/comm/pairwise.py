@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.comm.collectives import Collectives, Rows, add, divide, in_parcels
-from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.collectives import Collectives, Rows, add, divide, in_messages
+from hf_zero.comm.exchange import Exchange, Work
 
 _SMALLEST_STAGING = 64 * 2**10  # bytes; a smaller limit would cost more in messages than it saves
 _PART_NUMEL = 2**16  # elements added up at a time
@@ -27,25 +27,25 @@ class PairwiseCollectives(Collectives):
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
-        parcels = self._parcels(items)
-        description, tags = self._describe("gather", unit), self._tags("gather", unit, len(parcels))
+        messages = self._messages(items)
+        description, tags = self._describe("gather", unit), self._tags("gather", unit, len(messages))
         parts, received = [], 0
         arrivals: list[tuple[list[Tensor], Tensor]] = []
         for peer in self._peers():
-            for parcel, tag in zip(parcels, tags, strict=True):
-                targets = [item.layout.elements_of(item.flat, peer) for item in parcel]
-                message = targets[0] if len(targets) == 1 else targets[0].new_empty(sum(map(len, targets)))
-                if message.numel():
-                    parts.append(self._receive(description, message, peer, tag))
-                    arrivals.append((targets, message))
-                    received += message.nbytes
-        own = [[item.layout.elements_of(item.flat, self.rank) for item in parcel] for parcel in parcels]
+            for message, tag in zip(messages, tags, strict=True):
+                targets = [item.layout.elements_of(item.flat, peer) for item in message]
+                buffer = targets[0] if len(targets) == 1 else targets[0].new_empty(sum(map(len, targets)))
+                if buffer.numel():
+                    parts.append(self._receive(description, buffer, peer, tag))
+                    arrivals.append((targets, buffer))
+                    received += buffer.nbytes
+        own = [[item.layout.elements_of(item.flat, self.rank) for item in message] for message in messages]
         parts += self._send_to_all(description, [own] * self.num_ranks, tags)
 
         def finish() -> None:
-            for targets, message in arrivals:
+            for targets, buffer in arrivals:
                 if len(targets) > 1:
-                    for target, values in zip(targets, torch.split(message, [len(t) for t in targets]), strict=True):
+                    for target, values in zip(targets, torch.split(buffer, [len(t) for t in targets]), strict=True):
                         target.copy_(values)
 
         return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), finish, items)
@@ -58,13 +58,13 @@ class PairwiseCollectives(Collectives):
         so that peers depend only on this call being made, as with any exchange, and not on when its result is waited for.
         """
         output_of = {id(item): output for item, output in zip(items, outputs, strict=True)}
-        parcels = [cut for parcel in self._parcels(items) for cut in self._cut(parcel, output_of)]
-        description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(parcels))
+        messages = [cut for message in self._messages(items) for cut in self._cut(message, output_of)]
+        description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(messages))
         peers_rows = sum(output.numel() * item.flat.itemsize for item, output in zip(items, outputs, strict=True))
         entry = self.ledger.add("reduce_scatter", unit, peers_rows * (self.num_ranks - 1))
-        rows = [[[piece.of(rank) for piece in parcel] for parcel in parcels] for rank in range(self.num_ranks)]
+        rows = [[[piece.of(rank) for piece in message] for message in messages] for rank in range(self.num_ranks)]
         sends = self._send_to_all(description, rows, tags)
-        *earlier, last = self._rounds(parcels, tags)
+        *earlier, last = self._rounds(messages, tags)
         for each in earlier:
             parts, add_up = self._receive_round(description, each, divisor)
             Exchange(description, self.timeout_s, parts, entry, add_up).wait()
@@ -72,20 +72,20 @@ class PairwiseCollectives(Collectives):
         parts, add_up = self._receive_round(description, last, divisor)
         return Exchange(description, self.timeout_s, parts + sends, entry, add_up, keep=items)
 
-    def _parcels(self, items: Sequence[Rows]) -> list[list[Rows]]:
-        most_bytes = self._staging_limit // self.num_ranks  # every peer's part of a parcel arrives at once
-        return in_parcels(items, lambda i: (i.flat.dtype, i.layout.chunk_numel * i.flat.itemsize), most_bytes)
+    def _messages(self, items: Sequence[Rows]) -> list[list[Rows]]:
+        most_bytes = self._staging_limit // self.num_ranks  # every peer's part of a message arrives at once
+        return in_messages(items, lambda i: (i.flat.dtype, i.layout.chunk_numel * i.flat.itemsize), most_bytes)
 
-    def _cut(self, parcel: list[Rows], output_of: dict[int, Tensor]) -> list[list[_Piece]]:
-        """Cut a parcel into pieces that each fit into `staging_bytes`, alike on every rank; small parameters stay whole."""
-        pieces = [_Piece(item, output_of[id(item)], 0, item.layout.chunk_numel) for item in parcel]
+    def _cut(self, message: list[Rows], output_of: dict[int, Tensor]) -> list[list[_Range]]:
+        """Cut a message into pieces that each fit into `staging_bytes`, alike on every rank; small parameters stay whole."""
+        pieces = [_Range(item, output_of[id(item)], 0, item.layout.chunk_numel) for item in message]
         staged = self._staged_nbytes(pieces)
-        if len(parcel) > 1 or staged <= self._staging_limit:
+        if len(message) > 1 or staged <= self._staging_limit:
             return [pieces]
         (piece,) = pieces
         step = max(1, self._staging_limit * piece.stop // staged)
         return [
-            [_Piece(piece.item, piece.output[start : start + step], start, min(start + step, piece.stop))]
+            [_Range(piece.item, piece.output[start : start + step], start, min(start + step, piece.stop))]
             for start in range(0, piece.stop, step)
         ]
 
@@ -93,41 +93,41 @@ class PairwiseCollectives(Collectives):
     def _staging_limit(self) -> int:
         return max(self.staging_bytes, _SMALLEST_STAGING)
 
-    def _staged_nbytes(self, parcel: list[_Piece]) -> int:
+    def _staged_nbytes(self, message: list[_Range]) -> int:
         """Bytes of peers' rows that are held besides the outputs."""
-        num_staged = self.num_ranks - 1 - int(_lands_in_output(parcel))
-        return num_staged * sum((piece.stop - piece.start) * piece.item.flat.itemsize for piece in parcel)
+        num_staged = self.num_ranks - 1 - int(_lands_in_output(message))
+        return num_staged * sum((piece.stop - piece.start) * piece.item.flat.itemsize for piece in message)
 
-    def _rounds(self, parcels: list[list[_Piece]], tags: list[int]) -> list[list[tuple[list[_Piece], int]]]:
-        """Parcels and their tags, grouped into rounds that fit into `staging_bytes`."""
-        rounds: list[list[tuple[list[_Piece], int]]] = [[]]
+    def _rounds(self, messages: list[list[_Range]], tags: list[int]) -> list[list[tuple[list[_Range], int]]]:
+        """Messages and their tags, grouped into rounds that fit into `staging_bytes`."""
+        rounds: list[list[tuple[list[_Range], int]]] = [[]]
         staged = 0
-        for parcel, tag in zip(parcels, tags, strict=True):
-            num_bytes = self._staged_nbytes(parcel)
+        for message, tag in zip(messages, tags, strict=True):
+            num_bytes = self._staged_nbytes(message)
             if rounds[-1] and staged + num_bytes > self._staging_limit:
                 rounds.append([])
                 staged = 0
-            rounds[-1].append((parcel, tag))
+            rounds[-1].append((message, tag))
             staged += num_bytes
         return rounds
 
     def _receive_round(
-        self, description: str, parcels: list[tuple[list[_Piece], int]], divisor: int
-    ) -> tuple[list[Part], Callable[[], None]]:
+        self, description: str, messages: list[tuple[list[_Range], int]], divisor: int
+    ) -> tuple[list[Work], Callable[[], None]]:
         """Start receiving the peers' rows; the returned function adds them up once they have arrived."""
-        parts: list[Part] = []
-        terms: list[tuple[_Piece, dict[int, Tensor]]] = []
-        for parcel, tag in parcels:
-            lengths = [len(piece.output) for piece in parcel]
-            by_rank = [{self.rank: piece.of(self.rank)} for piece in parcel]
+        parts: list[Work] = []
+        terms: list[tuple[_Range, dict[int, Tensor]]] = []
+        for message, tag in messages:
+            lengths = [len(piece.output) for piece in message]
+            by_rank = [{self.rank: piece.of(self.rank)} for piece in message]
             for place, peer in enumerate(sorted(self._peers())):
-                lands = place == 0 and _lands_in_output(parcel)
-                message = parcel[0].output if lands else parcel[0].item.flat.new_empty(sum(lengths))
-                if message.numel():
-                    parts.append(self._receive(description, message, peer, tag))
-                for of_piece, values in zip(by_rank, torch.split(message, lengths), strict=True):
+                lands = place == 0 and _lands_in_output(message)
+                buffer = message[0].output if lands else message[0].item.flat.new_empty(sum(lengths))
+                if buffer.numel():
+                    parts.append(self._receive(description, buffer, peer, tag))
+                for of_piece, values in zip(by_rank, torch.split(buffer, lengths), strict=True):
                     of_piece[peer] = values
-            terms += zip(parcel, by_rank, strict=True)
+            terms += zip(message, by_rank, strict=True)
 
         def add_up() -> None:
             for piece, of_piece in terms:
@@ -135,22 +135,22 @@ class PairwiseCollectives(Collectives):
 
         return parts, add_up
 
-    def _send_to_all(self, description: str, rows: Sequence[list[list[Tensor]]], tags: Sequence[int]) -> list[Part]:
-        """Send `rows[peer]`, a list of tensors for each parcel, to every peer."""
+    def _send_to_all(self, description: str, rows: Sequence[list[list[Tensor]]], tags: Sequence[int]) -> list[Work]:
+        """Send `rows[peer]`, a list of tensors for each message, to every peer."""
         parts = []
         packed: dict[int, Tensor] = {}
         for peer in self._peers():
             for tensors, tag in zip(rows[peer], tags, strict=True):
                 if id(tensors) not in packed:  # a gather sends the same to all
                     packed[id(tensors)] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-                message = packed[id(tensors)]
-                if message.numel():
-                    parts.append(self._send(description, message, peer, tag))
+                buffer = packed[id(tensors)]
+                if buffer.numel():
+                    parts.append(self._send(description, buffer, peer, tag))
         return parts
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Range:
     """A range of elements of every rank's rows of one gradient.
 
     Attributes:
@@ -170,9 +170,9 @@ class _Piece:
         return self.item.flat[min(first + self.start, last) : min(first + self.stop, last)]
 
 
-def _lands_in_output(parcel: list[_Piece]) -> bool:
+def _lands_in_output(message: list[_Range]) -> bool:
     """Whether one peer's rows can be received in the output itself: a large parameter's can, if the dtypes are equal."""
-    return len(parcel) == 1 and parcel[0].item.flat.dtype == parcel[0].output.dtype
+    return len(message) == 1 and message[0].item.flat.dtype == message[0].output.dtype
 
 
 def sum_in_order(output: Tensor, terms: Sequence[Tensor], divisor: int) -> None:

@@ -17,7 +17,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.backward.backward import Backward, PlainBackward
 from hf_zero.engine.modules.activations import PartitionedActivations
 from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
-from hf_zero.engine.modules.hooks import EntryHooks, Hook
+from hf_zero.engine.modules.hooks import Hook, ModuleHooks
 from hf_zero.engine.modules.state_dict import CutStateDict
 from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import forget_owner, set_owner
@@ -27,7 +27,7 @@ from hf_zero.engine.parameters.tensor_axis import SameInputs, Seen
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
-from hf_zero.engine.units.grouping import Found, Structure, find_parameters, group, roots_of
+from hf_zero.engine.units.grouping import FoundParameter, Structure, find_parameters, group, roots_of
 from hf_zero.engine.units.reading import (
     Read,
     ReadableParameters,
@@ -74,7 +74,7 @@ class ZeroEngine:
         self._handles: list[Any] = []
         self._thread = 0  # on which the forward under way runs
         self._roots: list[nn.Module] = []  # whose forwards are under way: the model, or parts that hold units
-        self._hooks_of: dict[int, EntryHooks] = {}
+        self._hooks_of: dict[int, ModuleHooks] = {}
         self._unit_of: dict[int, Unit] = {}
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
         with torch.inference_mode(False):
@@ -94,7 +94,7 @@ class ZeroEngine:
 
     # --- building -----------------------------------------------------------------------------------------------
 
-    def _known(self, found: Found, keeps_float32: bool) -> ZeroParameter:
+    def _known(self, found: FoundParameter, keeps_float32: bool) -> ZeroParameter:
         param, world = found.param, self.world
         layout = world.layout_of(param)
         made_in = getattr(param, "_zero_made_in", param.dtype)
@@ -147,7 +147,7 @@ class ZeroEngine:
         for key, (module, units) in by_entry.items():
             entry = Entry(module, units)
             self.backward.entries.append(entry)
-            hooks = EntryHooks(entry, module, self.backward, self.world.config.reshard_after_forward)
+            hooks = ModuleHooks(entry, module, self.backward, self.world.config.reshard_after_forward)
             self._hooks_of[key] = hooks
             self._handles += hooks.handles
         self.gathering.expect([unit.index for unit in reversed(self.units)])
@@ -254,7 +254,7 @@ class ZeroEngine:
         self.backward.watch()
         self._inputs.check(args, kwargs)
         kind = "forward" if torch.is_grad_enabled() else "inference"
-        self.gathering.order.begin(kind if module is model else f"{kind} of {id(module)}")
+        self.gathering.schedule.begin(kind if module is model else f"{kind} of {id(module)}")
         return None
 
     def _start_anew(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -284,9 +284,9 @@ class ZeroEngine:
         self.gathering.reads.clear()
         self.gathering.end_forward()
         if output is None:
-            self.gathering.order.abandon()
+            self.gathering.schedule.abandon()
         else:
-            self.gathering.order.end()
+            self.gathering.schedule.end()
         self.gathering.drop(but_kept=True)
         if torch.is_grad_enabled() and (self.units or self.world.data.num_ranks > 1):
             for tensor in tensors_in(output):
@@ -298,7 +298,7 @@ class ZeroEngine:
         self._roots.clear()
         self.gathering.reads.clear()
         self.gathering.end_forward()
-        self.gathering.order.abandon()
+        self.gathering.schedule.abandon()
         for entry in self.backward.entries:
             entry.reset()
 

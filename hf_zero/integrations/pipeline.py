@@ -1,7 +1,7 @@
 """Stages of a pipeline, each under ZeRO over its own ranks: what `torch.distributed.pipelining` does not have for such models.
 
 [Note: stages] A causal language model of transformers is cut by its own plan (`base_model_pp_plan`): what comes before the
-layers stays on the first stage, what comes after on the last, and the layers are shared out evenly. What a stage does not have
+layers stays on the first stage, what comes after on the last, and the layers are divided evenly. What a stage does not have
 becomes an identity in its old place. So parameters keep the names of the whole model, layers their numbers, and the model's
 own forward is the stage's: it takes hidden states as `inputs_embeds`. Sequences have one length, without padding: masks do
 not travel.
@@ -224,6 +224,6 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
 def _placed(value: Tensor, world: World, everyone: World) -> Source:
     """This rank's part of a tensor of its stage, among all ranks."""
     source = source_of(value)
-    holders = world.collectives.ranks if source.layout.num_ranks > 1 else world.collectives.ranks[:1]
+    holders = world.shards.ranks if source.layout.num_ranks > 1 else world.shards.ranks[:1]
     places = tuple(everyone.everyone.ranks.index(rank) for rank in holders)
     return Source(source.rows, PlacedLayout(tuple(value.shape), everyone.num_ranks, places, dim=source.layout.dim))

@@ -21,7 +21,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.ranks.world import World
 from hf_zero.layout import OwnerLayout, RowLayout
 
-_PARCEL_BYTES = 16 * 2**20
+_MESSAGE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Owners:
             rows = torch_compat.local_of(tensor)
             whole = rows.new_empty(param.numel()) if self.owns(param) else None
             items.append(self._item(param, rows, whole))
-        for parcel in _parcels(items):
-            self._swap(parcel, "to_owners", what)
-            for item in parcel:
+        for message in _messages(items):
+            self._swap(message, "to_owners", what)
+            for item in message:
                 if item.whole is not None:
                     item.part_of(self.world.shard_rank).copy_(item.rows)
         return [
@@ -115,9 +115,9 @@ class Owners:
             written: Any = param.grad if of_gradients else param
             flat = None if whole is None else self.world.layout_of(param).flat(whole.detach())
             items.append(self._item(param, torch_compat.local_of(written), flat))
-        for parcel in _parcels(items):
-            self._swap(parcel, "from_owners", what)
-            for item in parcel:
+        for message in _messages(items):
+            self._swap(message, "from_owners", what)
+            for item in message:
                 if item.whole is not None:
                     item.rows.copy_(item.part_of(self.world.shard_rank))
         for item, (param, _) in zip(items, tensors, strict=True):
@@ -129,11 +129,11 @@ class Owners:
         layout = self.world.layout_of(param)
         return _Item(layout, self.owner_of(param), layout.flat(rows.detach()), whole)
 
-    def _swap(self, parcel: list[_Item], kind: str, what: str) -> None:
+    def _swap(self, message: list[_Item], kind: str, what: str) -> None:
         rank, num_ranks = self.world.shard_rank, self.world.num_shards
         at_home: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # by peer: this rank's rows of what the peer owns
         abroad: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # the peer's rows of what this rank owns
-        for item in parcel:
+        for item in message:
             if item.owner != rank:
                 at_home[item.owner].append(item.rows)
                 continue
@@ -141,22 +141,22 @@ class Owners:
                 if peer != rank:
                     abroad[peer].append(item.part_of(peer))
         sent, received = (at_home, abroad) if kind == "to_owners" else (abroad, at_home)
-        self.world.collectives.all_to_all(sent, received, kind, what).wait()
+        self.world.shards.all_to_all(sent, received, kind, what).wait()
 
 
-def _parcels(items: Sequence[_Item]) -> Iterator[list[_Item]]:
+def _messages(items: Sequence[_Item]) -> Iterator[list[_Item]]:
     """Parameters that travel together: as many as keep small what is packed for the way."""
-    parcel: list[_Item] = []
+    message: list[_Item] = []
     num_bytes = 0
     for item in items:
         size = item.layout.numel * item.rows.itemsize
-        if parcel and num_bytes + size > _PARCEL_BYTES:
-            yield parcel
-            parcel, num_bytes = [], 0
-        parcel.append(item)
+        if message and num_bytes + size > _MESSAGE_BYTES:
+            yield message
+            message, num_bytes = [], 0
+        message.append(item)
         num_bytes += size
-    if parcel:
-        yield parcel
+    if message:
+        yield message
 
 
 def spread(shapes: Sequence[tuple[int, ...]], loads: list[int]) -> list[int]:

@@ -50,7 +50,7 @@ class ModelStates:
 def model_states(engine: ZeroEngine) -> ModelStates:
     """Compute the sizes from the layout; nothing is measured or allocated."""
     policy, world = engine.world.config.policy, engine.world
-    num_sharing = world.collectives.num_sharing
+    num_sharing = world.shards.num_sharing
     parameters = gradients = optimizer = sharded = reduced_rows = 0
     gathered = reduced = 0.0
     shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
@@ -107,7 +107,7 @@ def _reduced_bytes(p: ZeroParameter, world: World) -> float:
     if world.config.wire.reduce != "float32":
         rows = wire.bytes_of(world.config.wire.reduce, given_dtype(p, world), p.layout, p.local_numel)
         return between + rows * (world.num_shards - 1)
-    num_sharing = world.collectives.num_sharing
+    num_sharing = world.shards.num_sharing
     if world.config.reduce_scatter == "to_owner" or num_sharing in (1, world.num_shards):
         others = (world.num_shards - 1) / world.num_shards
         return between + p.layout.numel * sent_dtype(p, world).itemsize * others
@@ -136,7 +136,7 @@ def summary(engine: ZeroEngine) -> str:
     states = model_states(engine)
     total = sum(p.param.numel() for p in engine.parameters)
     trainable = sum(p.param.numel() for p in engine.parameters if p.param.requires_grad)
-    collectives = world.collectives
+    collectives = world.shards
     exchange = "none (one process)" if world.num_ranks == 1 else f"{collectives.name} on {collectives.backend}"
     if 1 < collectives.num_sharing < collectives.num_ranks:
         exchange += f", hosts of {collectives.num_sharing} ranks"

@@ -63,7 +63,7 @@ def _engine_with(model: nn.Module) -> ZeroEngine | None:
 def _is_whole(model: nn.Module) -> bool:
     """Whether an outer `generate` has gathered everything, with which all ranks have met."""
     engine = _engine_with(model)
-    return engine is not None and engine.gathering.is_held
+    return engine is not None and engine.gathering.holds_all
 
 
 def _gathers_once(model: nn.Module, world: World) -> bool:

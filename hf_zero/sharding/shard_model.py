@@ -25,7 +25,7 @@ from hf_zero.engine.parameters.quantised import remember_class
 from hf_zero.engine.parameters.records import cut, put, wrap
 from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
 from hf_zero.engine.ranks.world import World, world_of
-from hf_zero.engine.units.grouping import Found, find_parameters, find_quantised, named_blocks
+from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_quantised, named_blocks
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.optim.optimizers import hear_of_steps
 from hf_zero.sharding import model_methods
@@ -274,7 +274,7 @@ def partition_whole(model: nn.Module, world: World) -> list[tuple[nn.Parameter, 
     return replaced + partition_parameters(model, world)
 
 
-def _partition_quantised(found: Found, world: World) -> None:
+def _partition_quantised(found: FoundParameter, world: World) -> None:
     """Cut packed bytes to this rank's rows, see [Note: quantised weights]; the ranks have agreed that theirs are equal."""
     old = found.param
     plain = nn.Parameter(old.detach().as_subclass(torch.Tensor), requires_grad=False)
@@ -284,7 +284,7 @@ def _partition_quantised(found: Found, world: World) -> None:
     remember_class(found.param, old, found.locations)
 
 
-def partition_one(found: Found, world: World) -> None:
+def partition_one(found: FoundParameter, world: World) -> None:
     """Cut one whole parameter to this rank's rows, in all its places, in the dtype at rest."""
     param = found.param
     dtype = world.precision.master_for(param.dtype, param.requires_grad)

@@ -24,7 +24,7 @@ from hf_zero.engine.parameters.tensor_axis import (
     sum_gradients_over_tensor_axis,
 )
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.grouping import Found, find_parameters
+from hf_zero.engine.units.grouping import FoundParameter, find_parameters
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
@@ -197,7 +197,7 @@ def share_resized(model: nn.Module, world: World) -> None:
         _tie_again(found)
 
 
-def _tie_again(found: list[Found]) -> None:
+def _tie_again(found: list[FoundParameter]) -> None:
     """Let modules that held one parameter hold one again: what the first of them has now."""
     for each in found:
         (holder, name), *others = each.locations

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.tensor_file import CHUNK_BYTES, Source, TensorFile, TensorInfo, layout_file
-from hf_zero.checkpoint.files.windows import Place, divided, held_by, moved
+from hf_zero.checkpoint.files.windows import Holder, divided, held_by, moved
 from hf_zero.layout import RowLayout
 
 RANKS = 1024
@@ -63,6 +63,6 @@ def test_what_ranks_give_to_a_window_is_all_of_it() -> None:
             numel = 0
             for tensor, part in moved(window, pieces):
                 source = Source(torch.empty(0), RowLayout(tensor.shape, RANKS))
-                numel += sum(each.numel for holder in range(RANKS) for each in held_by(Place(holder, 0), source, part))
+                numel += sum(each.numel for holder in range(RANKS) for each in held_by(Holder(holder, 0), source, part))
             header = max(min(len(file.header), window.stop) - window.start, 0)
             assert 4 * numel + header == window.stop - window.start

@@ -17,8 +17,8 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.comm import measure as measuring
 from hf_zero.comm import select
-from hf_zero.comm.collectives import Collectives, Rows, in_parcels
-from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.collectives import Collectives, Rows, in_messages
+from hf_zero.comm.exchange import Exchange, Work
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
@@ -352,7 +352,7 @@ def _leave() -> None:
 def test_rank_that_is_gone_is_named_at_once() -> None:
     left, right = run_ranks(_leave, 2, expect_failure=True, timeout_s=15.0)
     assert isinstance(left, RankFailure) and left.type_name == "CollectiveError"
-    assert "lost rank 1 in gather of 'unit'" in left.message
+    assert "lost rank 1 in gather of 'unit'" in left.buffer
     assert isinstance(right, RankFailure) and right.type_name == "ValueError"
 
 
@@ -377,10 +377,10 @@ def _disagree(labels: list[str], counts: list[int]) -> str:
 
 @pytest.mark.parametrize(("labels", "counts"), [(["save", "load"], [1, 1]), (["save", "save"], [1, 2])])
 def test_agree_names_what_each_rank_was_at(labels: list[str], counts: list[int]) -> None:
-    for rank, message in enumerate(run_ranks(_disagree, 2, labels, counts)):
+    for rank, buffer in enumerate(run_ranks(_disagree, 2, labels, counts)):
         peer = 1 - rank
-        assert f"rank {rank} is at {labels[rank]!r} ({counts[rank]} values)" in message
-        assert f"rank {peer} is at {labels[peer]!r} ({counts[peer]} values)" in message
+        assert f"rank {rank} is at {labels[rank]!r} ({counts[rank]} values)" in buffer
+        assert f"rank {peer} is at {labels[peer]!r} ({counts[peer]} values)" in buffer
 
 
 def _chosen() -> list[tuple[str, str]]:
@@ -437,8 +437,8 @@ def _other_choice() -> str:
 
 
 def test_another_choice_on_one_rank_is_an_error_on_all() -> None:
-    for rank, message in enumerate(run_ranks(_other_choice, 2)):
-        assert f"rank {rank} has collectives:" in message and "HF_ZERO_COLLECTIVES" in message
+    for rank, buffer in enumerate(run_ranks(_other_choice, 2)):
+        assert f"rank {rank} has collectives:" in buffer and "HF_ZERO_COLLECTIVES" in buffer
 
 
 def _on_a_device(choice: str) -> tuple[str, list[str]]:
@@ -521,11 +521,11 @@ def test_small_parameters_travel_in_one_message() -> None:
     assert run_ranks(_packed, 2, 9) == [4, 4]
 
 
-def test_a_parcel_is_no_larger_than_what_may_be_held_of_the_peers() -> None:
+def test_a_message_is_no_larger_than_what_may_be_held_of_the_peers() -> None:
     sizes = {"a": 60, "b": 60, "c": 10, "large": 2**17, "half": 80, "d": 50}
     dtypes = {"half": torch.float16}
-    parcels = in_parcels(list(sizes), lambda name: (dtypes.get(name, torch.float32), sizes[name]), 100)
-    assert parcels == [["large"], ["a"], ["b", "c"], ["half"], ["d"]]
+    messages = in_messages(list(sizes), lambda name: (dtypes.get(name, torch.float32), sizes[name]), 100)
+    assert messages == [["large"], ["a"], ["b", "c"], ["half"], ["d"]]
 
 
 class _Recorded:
@@ -540,7 +540,7 @@ class _Recorded:
 
 def test_waiting_for_work_on_a_device_does_not_stop_the_process() -> None:
     host, device, followed = _Recorded(), _Recorded(), list[tuple[str, float]]()
-    parts = [Part(host, None), Part(device, None, lambda *given: followed.append(given))]  # type: ignore[arg-type]
+    parts = [Work(host, None), Work(device, None, lambda *given: followed.append(given))]  # type: ignore[arg-type]
     Exchange("gather of 'unit'", 3.0, parts).wait()
     assert host.waits == [(datetime.timedelta(seconds=3),)]  # torch blocks the process when it is given a time
     assert device.waits == [()]

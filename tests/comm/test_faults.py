@@ -69,7 +69,7 @@ class Training:
         options = {} if self.compute_dtype is None else {"compute_dtype": self.compute_dtype}
         config = {"stage": self.stage, "collectives": self.choice, "timeout_s": self.timeout_s, **options}
         engine = zero.shard_model(self.model, config)
-        assert engine.world.collectives.name == self.choice
+        assert engine.world.shards.name == self.choice
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
 
     def backward(self) -> None:
@@ -131,7 +131,7 @@ def delays(training: Training) -> Iterator[None]:
         if output.requires_grad:
             output.register_hook(pause)
 
-    made = training.model.__dict__["_zero_engine"].world.collectives
+    made = training.model.__dict__["_zero_engine"].world.shards
     reduce_scatter, settle = type(made).reduce_scatter, type(made).settle
     seams = [(type(made), "gather", type(made).gather), (type(made), "before_write", type(made).before_write)]
     seams += [(type(made), "reduce_scatter", remember), (type(made), "settle", settle_and_spoil)]

@@ -561,7 +561,7 @@ def test_values_that_leave_a_call_by_any_way_are_never_read_from_released_memory
     hidden = twins.model.blocks[1].kept  # of a graph whose outputs are never used
     hidden.sum().backward() if hidden.requires_grad and twins.steps_done < 0 else None
     if stage == 3:
-        assert not any(unit.is_held for unit in twins.engine.units)
+        assert not any(unit.is_pinned for unit in twins.engine.units)
 
 
 class Holding(nn.Module):
@@ -593,7 +593,7 @@ def test_a_view_kept_by_a_module_keeps_its_unit_whole() -> None:
     twins = Twins(3, Held, prefetch_bytes=0)
     twins.step(3)
     twins.assert_same_output()
-    assert [unit.name for unit in twins.engine.units if unit.is_held] == ["holding"]
+    assert [unit.name for unit in twins.engine.units if unit.is_pinned] == ["holding"]
 
 
 # ---- interrupts and changed models -----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_loaded_model_generates_before_anything_has_started_its_engine() -> None
     model.load_state_dict(plain.state_dict())
     length = 4 + 3 * dist.get_rank()
     assert torch.equal(generated(model, length), generated(plain, length))
-    assert zero.engine_of(model) is not None and not zero.engine_of(model).gathering.is_held
+    assert zero.engine_of(model) is not None and not zero.engine_of(model).gathering.holds_all
     assert torch.equal(generated(model, length), generated(plain, length))
 
 

@@ -63,7 +63,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadBenchmark:
     """What is measured.
 
     Attributes:
@@ -81,7 +81,7 @@ class Plan:
     engines: tuple[str, ...]
 
 
-def run(plan: Plan, json_file: Path | None = None) -> str:
+def run(plan: LoadBenchmark, json_file: Path | None = None) -> str:
     """Load with every engine in fresh processes.
 
     Args:
@@ -107,7 +107,7 @@ def run(plan: Plan, json_file: Path | None = None) -> str:
     return summary(plan, found, skipped)
 
 
-def _measure(plan: Plan, engines: Sequence[str]) -> dict[str, list[Ranks]]:
+def _measure(plan: LoadBenchmark, engines: Sequence[str]) -> dict[str, list[Ranks]]:
     found: dict[str, list[Ranks]] = {engine: [] for engine in engines}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench_")))
@@ -120,7 +120,7 @@ def _measure(plan: Plan, engines: Sequence[str]) -> dict[str, list[Ranks]]:
     return found
 
 
-def _checkpoint(plan: Plan, scratch: Path) -> Path:
+def _checkpoint(plan: LoadBenchmark, scratch: Path) -> Path:
     """The folder to load from: the user's if it has weights, else one with random weights."""
     if plan.model not in SIZES and any(any(Path(plan.model).glob(pattern)) for pattern in _WEIGHTS):
         return Path(plan.model).resolve()
@@ -176,7 +176,7 @@ def _details(found: Mapping[str, Sequence[Ranks]], dtype: str) -> dict[str, Any]
     }
 
 
-def summary(plan: Plan, found: Mapping[str, Sequence[Ranks]], skipped: Sequence[str] = ()) -> str:
+def summary(plan: LoadBenchmark, found: Mapping[str, Sequence[Ranks]], skipped: Sequence[str] = ()) -> str:
     """The table of `run`, with what a reader has to know about it."""
     wrong = wrong_losses(found, DTYPES[plan.dtype])
     lines = [

@@ -152,7 +152,7 @@ def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
     engine = hf_zero.shard_model(model)
     if exchange == "none":
         for kind in ("gather", "reduce_scatter"):
-            setattr(engine.world.collectives, kind, lambda *_: Exchange("nothing", 0.0))
+            setattr(engine.world.shards, kind, lambda *_: Exchange("nothing", 0.0))
     training = _training(model, _adamw(model.parameters()), setup)
     training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
     return training

@@ -24,7 +24,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a loss, relative to ddp's
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepBenchmark:
     """What to measure.
 
     Attributes:
@@ -83,12 +83,12 @@ class Run:
 class Result:
     """All runs by engine, and the pip lines of the engines that were skipped."""
 
-    plan: Plan
+    plan: StepBenchmark
     runs: dict[str, list[Run]]
     skipped: dict[str, str]
 
 
-def measure(plan: Plan, progress: Callable[[str], None] = lambda line: None) -> Result:
+def measure(plan: StepBenchmark, progress: Callable[[str], None] = lambda line: None) -> Result:
     """Run every engine `plan.rounds` times in turn, in fresh processes each time, or all of them in the same.
 
     Raises:
@@ -108,7 +108,7 @@ def measure(plan: Plan, progress: Callable[[str], None] = lambda line: None) -> 
     return Result(plan, runs, skipped)
 
 
-def _run(plan: Plan, engines: list[str], rounds: int) -> dict[str, list[Run]]:
+def _run(plan: StepBenchmark, engines: list[str], rounds: int) -> dict[str, list[Run]]:
     """The rounds of engines that live in the same processes."""
     options = asdict(plan) | {"together": engines, "rounds_in_turn": rounds}
     with tempfile.TemporaryDirectory(prefix="hf_zero_bench_") as folder:

@@ -28,14 +28,14 @@ class NotMovedError(Exception):
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """Files, and the pieces of each tensor in them, by its name."""
 
     files: tuple[TensorFile, ...] = ()
     pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
 
-    def __add__(self, other: Plan) -> Plan:
-        return Plan(self.files + other.files, {**self.pieces, **other.pieces})
+    def __add__(self, other: FilePlan) -> FilePlan:
+        return FilePlan(self.files + other.files, {**self.pieces, **other.pieces})
 
 
 def model_sources(model: nn.Module) -> dict[str, Source]:
@@ -71,7 +71,7 @@ def saves_given_state(model: nn.Module) -> bool:
     return method is not None and (hasattr(model, "peft_config") or "state_dict" in signature(method).parameters)
 
 
-def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Plan:
+def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> FilePlan:
     """Find out what `model.save_pretrained(folder)` writes; its small files are written, the weights are not.
 
     Args:
@@ -103,7 +103,7 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
     no_bar = _replaced(modeling_utils.logging, "tqdm", lambda files, **_: files)
     with _replaced(modeling_utils, "safe_save_file", record), storages, no_bar, alone(model), tracer:
         type(model).save_pretrained(model, folder, state_dict=whole, **options)  # type: ignore[attr-defined]
-    plan = Plan()
+    plan = FilePlan()
     for name, (tensors, metadata) in written.items():
         pieces = {}
         for tensor_name, tensor in tensors.items():
@@ -112,7 +112,7 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
                 raise NotMovedError(f"{tensor_name} is computed from the parameters, not only moved")
             pieces[tensor_name] = found
         infos = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
-        plan += Plan((layout_file(name, infos, metadata),), pieces)
+        plan += FilePlan((layout_file(name, infos, metadata),), pieces)
     return plan
 
 
@@ -142,17 +142,17 @@ def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage._cdata, storage.nbytes()
 
 
-def _plan_plain(model: nn.Module, whole: Mapping[str, Tensor]) -> Plan:
+def _plan_plain(model: nn.Module, whole: Mapping[str, Tensor]) -> FilePlan:
     """A plain module's state dict under its own names; a tied tensor is stored under its first name."""
     seen: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         seen.setdefault(id(value), name)
     infos = [TensorInfo(name, whole[name].dtype, tuple(whole[name].shape)) for name in seen.values()]
     pieces = {info.name: (identity(info.name, info.shape),) for info in infos}
-    return Plan((layout_file(WEIGHTS, infos, {"format": "pt"}),), pieces)
+    return FilePlan((layout_file(WEIGHTS, infos, {"format": "pt"}),), pieces)
 
 
-def uncovered(model: nn.Module, plan: Plan) -> list[str]:
+def uncovered(model: nn.Module, plan: FilePlan) -> list[str]:
     """Parameters of a model that no file of the plan holds completely; tied ones count once."""
     covered: dict[str, int] = {}
     for pieces in plan.pieces.values():

@@ -102,14 +102,14 @@ def on_disk(windows: Sequence[Sequence[Window]]) -> dict[str, list[tuple[int, St
 
 
 @dataclass(frozen=True)
-class Place:
+class Holder:
     """Where a rank is among those that hold a model once: its shard, and its place along the tensor axis."""
 
     shard: int
     along: int
 
 
-def held_by(place: Place, source: Source, piece: Piece) -> Iterator[Piece]:
+def held_by(place: Holder, source: Source, piece: Piece) -> Iterator[Piece]:
     """The parts of a piece that the rank at a place holds; their source is its memory, row-major."""
     layout, pieces = source.layout, iter((piece,))
     if source.cut is not None:
@@ -133,7 +133,7 @@ def is_cut(source: Source) -> bool:
     return source.layout.num_ranks > 1 or (source.cut is not None and source.cut.tensor is not None)
 
 
-def is_given(source: Source, holder: Place, writer: Place) -> bool:
+def is_given(source: Source, holder: Holder, writer: Holder) -> bool:
     """Whether a writer gets what it lacks from a holder: where several hold the same, from the one on its own place."""
     rows = source.layout if source.cut is None else source.cut.rows
     is_cut = source.cut is not None and source.cut.tensor is not None

@@ -15,7 +15,7 @@ from torch import nn
 from hf_zero.checkpoint.commit import StagedCheckpoint
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
-from hf_zero.checkpoint.files.model_plan import WEIGHTS, Plan, plan_model
+from hf_zero.checkpoint.files.model_plan import WEIGHTS, FilePlan, plan_model
 from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.tensor_file import Source, TensorInfo, layout_file
 from hf_zero.checkpoint.importing.dcp import read_dcp
@@ -125,12 +125,14 @@ def _write(state: ForeignState, out: Path) -> Path:
     return out
 
 
-def _plain_plan(name: str, tensors: Mapping[str, LazyTensor]) -> Plan:
+def _plain_plan(name: str, tensors: Mapping[str, LazyTensor]) -> FilePlan:
     infos = [TensorInfo(key, lazy.dtype, lazy.shape) for key, lazy in tensors.items()]
-    return Plan((layout_file(name, infos, {"format": "pt"}),), {i.name: (identity(i.name, i.shape),) for i in infos})
+    return FilePlan(
+        (layout_file(name, infos, {"format": "pt"}),), {i.name: (identity(i.name, i.shape),) for i in infos}
+    )
 
 
-def _weights_plan(state: ForeignState, folder: Path) -> Plan:
+def _weights_plan(state: ForeignState, folder: Path) -> FilePlan:
     """The files that `save_pretrained` would write, if the folder names the model; else one file with the names as they are."""
     for source in state.folders:
         if (source / "config.json").is_file():
@@ -162,7 +164,7 @@ def _model_of(folder: Path) -> nn.Module:
     return model
 
 
-def _check_fits(plan: Plan, model: nn.Module, state: ForeignState) -> None:
+def _check_fits(plan: FilePlan, model: nn.Module, state: ForeignState) -> None:
     """Raise unless every weight is in the plan, or is another name of one that is."""
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     shapes: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}

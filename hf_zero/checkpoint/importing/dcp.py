@@ -70,10 +70,10 @@ class _Folder:
     metadata: dcp.Metadata
     allow_pickle: bool
 
-    def entries(self) -> Iterator[_Entry]:
+    def entries(self) -> Iterator[_SavedValue]:
         paths = self.metadata.planner_data or {}
         for key in self.metadata.state_dict_metadata:
-            yield _Entry(self, key, tuple(paths.get(key, (key,))))
+            yield _SavedValue(self, key, tuple(paths.get(key, (key,))))
 
     def stored(self, index: dcp.MetadataIndex) -> _StorageInfo:
         """Where a chunk lies, in a file that is there and long enough."""
@@ -111,7 +111,7 @@ class _Folder:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _SavedValue:
     """One entry of a saved dictionary; `path` leads to it."""
 
     folder: _Folder
@@ -227,8 +227,8 @@ def _is_optimizers(path: tuple[Any, ...]) -> bool:
     return path[-1] == "param_groups" or (len(path) > 1 and last.startswith(("state.", "param_groups.")))
 
 
-def _add_weights(state: ForeignState, folder: Path, entries: list[_Entry]) -> None:
-    by_root: dict[tuple[Any, ...], list[_Entry]] = {}
+def _add_weights(state: ForeignState, folder: Path, entries: list[_SavedValue]) -> None:
+    by_root: dict[tuple[Any, ...], list[_SavedValue]] = {}
     for entry in entries:
         if entry.is_tensor:
             by_root.setdefault(entry.path[:-1], []).append(entry)
@@ -239,7 +239,7 @@ def _add_weights(state: ForeignState, folder: Path, entries: list[_Entry]) -> No
     state.weights = {str(entry.path[-1]): entry.lazy() for entry in by_root[roots[0]]}
 
 
-def _add_optimizer(state: ForeignState, folder: Path, entries: list[_Entry]) -> None:
+def _add_optimizer(state: ForeignState, folder: Path, entries: list[_SavedValue]) -> None:
     groups: dict[int, dict[str, Any]] = {}
     flat: dict[str, dict[str, Any]] = {}
     roots = set()
@@ -276,7 +276,7 @@ def _put(group: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
         group.setdefault(path[0], []).append(value)
 
 
-def _add_state(state: ForeignState, name: str, key: str, entry: _Entry) -> None:
+def _add_state(state: ForeignState, name: str, key: str, entry: _SavedValue) -> None:
     shape = state.weights[name].shape if name in state.weights else None
     if entry.is_tensor and key != "step":
         lazy = entry.lazy()

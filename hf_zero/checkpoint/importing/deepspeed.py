@@ -43,7 +43,7 @@ _ENUMS = {"deepspeed.runtime.zero.config.ZeroStageEnum": _Stage}
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _FlatRange:
     """Where a parameter lies in the flat buffers of a group: rank and interval of each part, in the parameter's order."""
 
     name: str
@@ -260,7 +260,7 @@ def _before_round_robin(names: list[str], num_ranks: int) -> list[str]:
     return [name for _, name in sorted(zip(dealt, names, strict=True))]
 
 
-def _slots(shapes: Mapping[str, Any], index: int, ranks: Sequence[_Rank]) -> list[_Slot]:
+def _slots(shapes: Mapping[str, Any], index: int, ranks: Sequence[_Rank]) -> list[_FlatRange]:
     """Where the parameters of flat buffer `index` lie."""
     sizes, num_ranks = [rank.masters[index].numel() for rank in ranks], len(ranks)
     if ranks[0].stage == 3:
@@ -282,19 +282,19 @@ def _slots(shapes: Mapping[str, Any], index: int, ranks: Sequence[_Rank]) -> lis
     return slots
 
 
-def _slots_cut_each(shapes: Mapping[str, Any], num_ranks: int) -> tuple[list[_Slot], int]:
+def _slots_cut_each(shapes: Mapping[str, Any], num_ranks: int) -> tuple[list[_FlatRange], int]:
     slots, at = [], 0
     for name, shape in shapes.items():
         numel = math.prod(shape)
         size = -(-numel // num_ranks)
         counts = [min(max(numel - rank * size, 0), size) for rank in range(num_ranks)]
         parts = tuple((rank, at, at + count) for rank, count in enumerate(counts) if count)
-        slots.append(_Slot(name, tuple(shape), parts))
+        slots.append(_FlatRange(name, tuple(shape), parts))
         at += size
     return slots, at
 
 
-def _slots_cut_together(shapes: Mapping[str, Any], paddings: Sequence[int], size: int) -> tuple[list[_Slot], int]:
+def _slots_cut_together(shapes: Mapping[str, Any], paddings: Sequence[int], size: int) -> tuple[list[_FlatRange], int]:
     slots, at = [], 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         stop = at + math.prod(shape)
@@ -304,7 +304,7 @@ def _slots_cut_together(shapes: Mapping[str, Any], paddings: Sequence[int], size
             end = min(stop, (rank + 1) * size) if size else stop
             parts.append((rank, start - rank * size, end - rank * size))
             start = end
-        slots.append(_Slot(name, tuple(shape), tuple(parts)))
+        slots.append(_FlatRange(name, tuple(shape), tuple(parts)))
         at = stop + padding
     return slots, at
 
@@ -320,7 +320,7 @@ def _paddings(rank: _Rank, index: int, count: int) -> Sequence[int]:
     return found
 
 
-def _check_parts(slot: _Slot, what: str, flats: Sequence[Any], ranks: Sequence[_Rank]) -> None:
+def _check_parts(slot: _FlatRange, what: str, flats: Sequence[Any], ranks: Sequence[_Rank]) -> None:
     for rank, start, stop in slot.parts:
         flat = flats[rank] if rank < len(flats) else None
         if not isinstance(flat, Tensor) or flat.ndim != 1 or flat.numel() < stop or flat.dtype != flats[0].dtype:
@@ -332,7 +332,7 @@ def _check_parts(slot: _Slot, what: str, flats: Sequence[Any], ranks: Sequence[_
             )
 
 
-def _lazy(slot: _Slot, flats: Sequence[Tensor]) -> LazyTensor:
+def _lazy(slot: _FlatRange, flats: Sequence[Tensor]) -> LazyTensor:
     def read() -> Tensor:
         parts = [flats[rank].detach()[start:stop] for rank, start, stop in slot.parts]
         flat = parts[0] if len(parts) == 1 else torch.cat([flats[0].detach()[:0], *parts])

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.pieces import Piece
 from hf_zero.checkpoint.files.stored import StoredFile, Stretch, stored
 from hf_zero.checkpoint.files.tensor_file import CHUNK_BYTES, Extent, Memory, Source, TensorInfo
-from hf_zero.checkpoint.files.windows import Place, Window, held_by, is_given, moved
+from hf_zero.checkpoint.files.windows import Holder, Window, held_by, is_given, moved
 from hf_zero.checkpoint.ranks.background import WRITING_S
 from hf_zero.comm.agreements import Mail
 from hf_zero.comm.exchange import Exchange
@@ -34,7 +34,7 @@ class _Ranks:
         self._sources, self._pieces, self.rank = sources, pieces, world.holders.rank
         self.memory = Memory(sources)
         places = {
-            rank: Place(shard, along) for shard, cell in enumerate(world.cells) for along, rank in enumerate(cell)
+            rank: Holder(shard, along) for shard, cell in enumerate(world.cells) for along, rank in enumerate(cell)
         }
         self.places = [places[rank] for rank in world.holders.ranks]
         # The right neighbour first, so that the ranks do not all send to the same one at once.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import check_name
-from hf_zero.checkpoint.files.model_plan import Plan
+from hf_zero.checkpoint.files.model_plan import FilePlan
 from hf_zero.checkpoint.files.pieces import Piece
 from hf_zero.checkpoint.files.stored import Stretch, forms_of
 from hf_zero.checkpoint.files.tensor_file import Extent, Source, TensorFile, read_layout, read_rows, write_rows
@@ -28,7 +28,7 @@ Extents = dict[str, list[Extent]]
 
 
 def write_plan(
-    plan: Plan, sources: Mapping[str, Source], folder: Path, world: World, *, in_parts: bool = False
+    plan: FilePlan, sources: Mapping[str, Source], folder: Path, world: World, *, in_parts: bool = False
 ) -> Extents:
     """Write the files of a plan, called by all ranks together; an older file of the same name is replaced at the end.
 
@@ -192,7 +192,7 @@ def read_plan(
         read_windows(divided(joined(ranges), world.holders.num_ranks), collected, sources, folder, world)
 
 
-def match(plan: Plan, folder: Path, names: Iterable[str]) -> list[str]:
+def match(plan: FilePlan, folder: Path, names: Iterable[str]) -> list[str]:
     """How the files of a folder differ from a plan: names, shapes and dtypes of tensors; empty if they fit.
 
     Args:

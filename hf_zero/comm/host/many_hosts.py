@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Rows
-from hf_zero.comm.exchange import Exchange, Part
+from hf_zero.comm.exchange import Exchange, Work
 from hf_zero.comm.groups import Axis
 from hf_zero.comm.host.board import Board
 from hf_zero.comm.host.one_host import HostMemory
@@ -96,22 +96,22 @@ class SeveralHostsCollectives(HostMemory):
         """
         description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(items))
         addresses = [item.flat.data_ptr() for item in items]
-        sums = {owner: _Parcels(items, outputs, owner) for owner in self._column}
-        arrivals = {peer: _Parcels(items, outputs, self.rank) for peer in self._others}
+        sums = {owner: _Messages(items, outputs, owner) for owner in self._column}
+        arrivals = {peer: _Messages(items, outputs, self.rank) for peer in self._others}
 
         def add_up_host(numbers: dict[int, array[int]]) -> None:
-            for owner, parcels in sums.items():
-                self._sum_rows(items, owner, parcels.rows, 1, numbers)
+            for owner, messages in sums.items():
+                self._sum_rows(items, owner, messages.rows, 1, numbers)
 
         def complete() -> None:
             lane = self._board.lanes["reduce_scatter"]
             label = f"reduce_scatter of {unit!r}"
             lane.complete(lane.post(label, addresses, description, self.timeout_s, add_up_host, items), self.timeout_s)
-            parts: list[Part] = []
+            parts: list[Work] = []
             for peer, arrival in arrivals.items():  # a message per dtype, a tag per item: some tags stay unused
-                for message, to_peer, tag in zip(arrival.messages, sums[peer].messages, tags, strict=False):
-                    if message.numel():
-                        parts.append(self._receive(description, message, peer, tag))
+                for buffer, to_peer, tag in zip(arrival.buffers, sums[peer].buffers, tags, strict=False):
+                    if buffer.numel():
+                        parts.append(self._receive(description, buffer, peer, tag))
                     if to_peer.numel():
                         parts.append(self._send(description, to_peer, peer, tag))
             Exchange(description, self.timeout_s, parts, keep=sums).wait()
@@ -149,7 +149,7 @@ class _Courier:
             raise
 
 
-class _Parcels:
+class _Messages:
     """Room for the rows of one rank, in the dtypes of the outputs, one message per dtype.
 
     Attributes:
@@ -159,12 +159,12 @@ class _Parcels:
 
     def __init__(self, items: Sequence[Rows], outputs: Sequence[Tensor], owner: int) -> None:
         lengths = [item.layout.local_numel(owner) for item in items]
-        self.messages: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         rows: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             chosen = [index for index, output in enumerate(outputs) if output.dtype == dtype]
-            self.messages.append(torch.empty(sum(lengths[index] for index in chosen), dtype=dtype, device="cpu"))
-            parts = torch.split(self.messages[-1], [lengths[index] for index in chosen])
+            self.buffers.append(torch.empty(sum(lengths[index] for index in chosen), dtype=dtype, device="cpu"))
+            parts = torch.split(self.buffers[-1], [lengths[index] for index in chosen])
             rows.update(zip(chosen, parts, strict=True))
         self.rows = [rows[index] for index in range(len(items))]
 

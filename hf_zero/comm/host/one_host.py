@@ -21,7 +21,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.groups import Axis
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.board import BOARD_BYTES, Board, Lane, Posted, is_short
-from hf_zero.comm.ledger import Entry
+from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
 
 _PIECE_BYTES = 512 * 2**10  # summed at a time: small enough to be still in the cache when it is added
@@ -215,7 +215,7 @@ class _HostExchange(Exchange):
     """An exchange that is done once this rank has read what it needs and, if requested, its peers have too."""
 
     def __init__(
-        self, lane: Lane, posted: Posted, description: str, timeout_s: float, entry: Entry, waits_for_readers: bool
+        self, lane: Lane, posted: Posted, description: str, timeout_s: float, entry: LedgerLine, waits_for_readers: bool
     ) -> None:
         super().__init__(description, timeout_s, entry=entry)
         self._lane, self._posted, self._waits_for_readers = lane, posted, waits_for_readers

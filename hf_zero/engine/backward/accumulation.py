@@ -24,10 +24,10 @@ from hf_zero.engine.parameters.user_hooks import grad_hooks, has_grad_hooks
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit
 
-Found = dict[int, Tensor]  # id(ZeroParameter) -> whole gradient; those that were not used are missing
+WholeGradients = dict[int, Tensor]  # id(ZeroParameter) -> whole gradient; those that were not used are missing
 
 
-def add_up(into: Found, found: Found) -> None:
+def add_up(into: WholeGradients, found: WholeGradients) -> None:
     """Add gradients to what has come before; none of the tensors is written to."""
     for key, grad in found.items():
         into[key] = into[key] + grad if key in into else grad
@@ -48,12 +48,12 @@ class Accumulation:
         self._world = world
         # Stages 0 and 1 reduce once a step, and one use after the other makes this rank's own sum.
         self._keeps_whole = world.data.num_ranks > 1 and not world.config.policy.shards_gradients
-        self._hooked: dict[Unit, Found] = {}  # that wait for users' hooks, until all of them are there
+        self._hooked: dict[Unit, WholeGradients] = {}  # that wait for users' hooks, until all of them are there
         self._sums: dict[ZeroParameter, _Sum] = {}
         self._kept: dict[ZeroParameter, None] = {}
         self._taken: set[ZeroParameter] = set()  # whose `.grad` may hold what this backward has reduced already
 
-    def add(self, unit: Unit, found: Found) -> None:
+    def add(self, unit: Unit, found: WholeGradients) -> None:
         """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come."""
         if unit in self._hooked or any(has_grad_hooks(p.param) for p in unit.parameters if id(p) in found):
             add_up(self._hooked.setdefault(unit, {}), found)
@@ -96,7 +96,7 @@ class Accumulation:
         if self.reducer is not None:
             self.reducer.abandon()
 
-    def _hand_on(self, unit: Unit, found: Found) -> None:
+    def _hand_on(self, unit: Unit, found: WholeGradients) -> None:
         if not self._keeps_whole:
             assert self.reducer is not None
             self.reducer.ready(unit, found)

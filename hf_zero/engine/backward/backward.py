@@ -15,7 +15,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.backward.accumulation import Accumulation, add_up
 from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
-from hf_zero.engine.backward.reduction import Reducer, ways
+from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.tensor_axis import SameGradients
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
@@ -90,7 +90,7 @@ class Backward:
         self.gathering = gathering
         self._anchor_node = torch_compat.gradient_node(self.anchor)
         self._world = world
-        self._ways = ways(parameters, world)
+        self._ways = gradient_dtypes(parameters, world)
         self._trained = parameters
         self._same_gradients = SameGradients(world)
         self._buffers = Buffers(model, world)
@@ -144,7 +144,7 @@ class Backward:
             self.gathering.flush_edits()
             gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
             self.session = _Session(gradients, self._on_break)
-            self.gathering.order.begin("backward")
+            self.gathering.schedule.begin("backward")
             token = self.session.take_token()
             torch_compat.after_backward(lambda token=token: self._end())  # type: ignore[misc]
         return self.session
@@ -161,7 +161,7 @@ class Backward:
             return
         self._finish_calls(session)
         session.gradients.run_hooks()
-        self.gathering.order.end()
+        self.gathering.schedule.end()
         self.gathering.reads.clear()
         self.session = None
         session.give_back()
@@ -199,7 +199,7 @@ class Backward:
         for call in list(session.open_calls):
             call.gradients = {}
             self._close(call)
-        self.gathering.order.abandon()
+        self.gathering.schedule.abandon()
         self.gathering.reads.clear()
         session.give_back()
         for entry in self.entries:

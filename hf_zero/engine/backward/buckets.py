@@ -32,7 +32,7 @@ _BUCKET_BYTES = 25 * 2**20  # as under DDP: enough for the network, and early en
 
 
 @dataclass(eq=False)
-class _Part:
+class _PendingGradient:
     """A parameter's gradient on its way.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Part:
     flat: Tensor
 
     @classmethod
-    def of(cls, p: ZeroParameter) -> _Part:
+    def of(cls, p: ZeroParameter) -> _PendingGradient:
         """Take a gradient, or zeros if there is none. One that was reduced before is given back by the mean over ranks."""
         grad = p.param.grad
         if grad is None:
@@ -55,7 +55,7 @@ class _Part:
         return cls(p, grad, grad.contiguous().view(-1))
 
     @classmethod
-    def of_zeros(cls, p: ZeroParameter) -> _Part:
+    def of_zeros(cls, p: ZeroParameter) -> _PendingGradient:
         """For a parameter of which this rank has no gradient."""
         return cls(p, None, torch.zeros(p.param.numel(), dtype=p.param.dtype, device=p.param.device))
 
@@ -92,7 +92,7 @@ class WholeReducer:
         """Forget what has come of the last backward."""
         self._missing = [len(bucket) for bucket in self._buckets]
         self._arrived: set[int] = set()
-        self._under_way: list[tuple[Exchange, list[_Part]]] = []
+        self._under_way: list[tuple[Exchange, list[_PendingGradient]]] = []
         self._waiting: set[int] = set()  # what is not to be reduced before the end
         self._later: set[int] = set()  # what has come after its bucket had begun
 
@@ -115,12 +115,12 @@ class WholeReducer:
     def _start(self) -> None:
         """Begin the buckets whose turn it is."""
         while not self._is_torn and (index := len(self._under_way)) < len(self._buckets) and not self._missing[index]:
-            self._reduce([_Part.of(p) for p in self._buckets[index]])
+            self._reduce([_PendingGradient.of(p) for p in self._buckets[index]])
 
-    def _reduce(self, parts: list[_Part]) -> None:
+    def _reduce(self, parts: list[_PendingGradient]) -> None:
         self._under_way.append((self._all_reduce(parts), parts))
 
-    def _all_reduce(self, parts: list[_Part]) -> Exchange:
+    def _all_reduce(self, parts: list[_PendingGradient]) -> Exchange:
         data = self._world.data
         return data.all_reduce([part.flat for part in parts], "gradients", data.num_ranks)
 
@@ -152,15 +152,15 @@ class WholeReducer:
             self._make_up(num_begun, [row[3] for row in rows])
         anywhere = self._chosen(trainable, (row[6:] for row in rows))
         while len(self._under_way) < max(num_begun):
-            self._reduce([_Part.of(p) for p in self._buckets[len(self._under_way)]])
+            self._reduce([_PendingGradient.of(p) for p in self._buckets[len(self._under_way)]])
         have_begun = {id(part.parameter) for _, parts in self._under_way for part in parts}
         later: list[ZeroParameter] = []
         if any(row[5] for row in rows):
             self._unbucketed.update(map(id, self._agree_on(waiting, trainable)))
             later = [p for p in self._agree_on(self._later, trainable) if p in anywhere]
-        extra = [_Part.of(p) if id(p) in self._later else _Part.of_zeros(p) for p in later]
+        extra = [_PendingGradient.of(p) if id(p) in self._later else _PendingGradient.of_zeros(p) for p in later]
         for bucket in self._divided([p for p in reversed(anywhere) if id(p) not in have_begun]):
-            self._reduce([_Part.of(p) for p in bucket])
+            self._reduce([_PendingGradient.of(p) for p in bucket])
         self._complete({id(p) for p in anywhere})
         if extra:
             firsts = [p.param.grad for p in later]
@@ -196,7 +196,7 @@ class WholeReducer:
                 "of different backwards have met: call `zero_grad()` on all ranks and go on with the next batch"
             )
         for bucket in self._buckets[len(self._abandoned) : most]:
-            self._abandoned.append(self._all_reduce([_Part.of_zeros(p) for p in bucket]))
+            self._abandoned.append(self._all_reduce([_PendingGradient.of_zeros(p) for p in bucket]))
         while self._abandoned:
             self._abandoned[0].wait()
             self._abandoned.pop(0)

@@ -15,7 +15,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.votes import bits, check_alike, fingerprint, words
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.schedule import ReductionOrder
+from hf_zero.engine.units.schedule import ReductionSchedule
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import CollectiveError
 
@@ -37,13 +37,13 @@ def given_dtype(p: ZeroParameter, world: World) -> torch.dtype:
 
 def sent_dtype(p: ZeroParameter, world: World) -> torch.dtype:
     """The dtype in which a gradient travels."""
-    if world.collectives.sends_rows_as_given and world.config.reduce_scatter is True:
+    if world.shards.sends_rows_as_given and world.config.reduce_scatter is True:
         return given_dtype(p, world)
     return world.precision.reduce_for(p.compute_dtype)
 
 
 @dataclass(frozen=True)
-class Way:
+class GradientDtypes:
     """How a parameter's gradient is reduced; facts that all ranks share.
 
     Attributes:
@@ -57,10 +57,10 @@ class Way:
     sent_bytes: int
 
 
-def ways(parameters: Iterable[ZeroParameter], world: World) -> dict[int, Way]:
+def gradient_dtypes(parameters: Iterable[ZeroParameter], world: World) -> dict[int, GradientDtypes]:
     """The way of every parameter's gradient, by id."""
     return {
-        id(p): Way(
+        id(p): GradientDtypes(
             given_dtype(p, world),
             world.precision.reduce_for(p.compute_dtype),
             p.layout.numel * sent_dtype(p, world).itemsize,
@@ -92,16 +92,16 @@ class Reducer:
         units: all units with a trainable parameter, by number.
         world: the ranks.
         expected: the order of reductions, the same on every rank.
-        ways: of every parameter of the model, trainable or not.
+        gradient_dtypes: of every parameter of the model, trainable or not.
         num_steps: optimizer steps so far, which tell whether the ranks are in the same one.
     """
 
     units: dict[int, Unit]
     world: World
     expected: Sequence[int]
-    ways: Mapping[int, Way]
+    gradient_dtypes: Mapping[int, GradientDtypes]
     num_steps: int = 0
-    _order: ReductionOrder = field(init=False)
+    _order: ReductionSchedule = field(init=False)
     _gradients: dict[int, deque[dict[int, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _between_replicas: deque[_InFlight] = field(default_factory=deque)
@@ -110,7 +110,7 @@ class Reducer:
     given: dict[ZeroParameter, None] = field(default_factory=dict)  # what has got a gradient
 
     def __post_init__(self) -> None:
-        self._order = ReductionOrder([index for index in self.expected if index in self.units])
+        self._order = ReductionSchedule([index for index in self.expected if index in self.units])
 
     def ready(self, unit: Unit, gradients: dict[int, Tensor]) -> None:
         """A unit's whole gradients are there.
@@ -141,7 +141,7 @@ class Reducer:
             self._complete()
         while self._between_replicas:
             self._complete_replicas()
-        self.world.collectives.settle()
+        self.world.shards.settle()
         used_somewhere = 0
         for report in reports:
             used_somewhere |= report.used
@@ -170,7 +170,7 @@ class Reducer:
         results: list[tuple[ZeroParameter, Tensor, bool]] = []
         num_bytes = 0
         for p in unit.trainable():
-            grad, way = gradients.get(id(p)), self.ways[id(p)]
+            grad, way = gradients.get(id(p)), self.gradient_dtypes[id(p)]
             is_used = grad is not None
             flat = self._flat(p, grad, way.given)
             num_bytes += way.sent_bytes
@@ -194,7 +194,7 @@ class Reducer:
 
     def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
         """Begin the exchange that the configuration asks for."""
-        collectives, divisor = self.world.collectives, self._divisor if self.world.replicas.num_ranks == 1 else 1
+        collectives, divisor = self.world.shards, self._divisor if self.world.replicas.num_ranks == 1 else 1
         match self.world.config.reduce_scatter:
             case True:
                 sent_as = self.world.config.wire.reduce
@@ -249,9 +249,15 @@ class Reducer:
 
     def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
         used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
-        trail = self.world.collectives.trail
-        flags = [int(has_leftover), int(self._order.is_unexpected()), fingerprint(parameters), trail, self.num_steps]
-        rows = self.world.everyone.agree([*flags, *words(used, len(self.ways))], "the end of backward")
+        sequence_hash = self.world.shards.sequence_hash
+        flags = [
+            int(has_leftover),
+            int(self._order.is_unexpected()),
+            fingerprint(parameters),
+            sequence_hash,
+            self.num_steps,
+        ]
+        rows = self.world.everyone.agree([*flags, *words(used, len(self.gradient_dtypes))], "the end of backward")
         check_alike((row[2] for row in rows), (row[4] for row in rows))
         if len({row[3] for row in rows}) > 1:
             raise CollectiveError(

@@ -74,7 +74,7 @@ class Slab:
 
 
 @dataclass(eq=False)
-class Part:
+class ActivationPart:
     """What one rank keeps of an activation.
 
     Attributes:
@@ -107,8 +107,10 @@ class PartitionedActivations:
         self._is_offloaded = activations.offload and world.device.type != "cpu"
         self.slabs: dict[tuple[torch.Size, torch.dtype], list[Slab]] = {}
         self._layers: list[weakref.ref[nn.Module]] = []  # that are checkpointed
-        self._in_order: list[weakref.ref[Part]] = []  # of the forward under way, or the last one
-        self._known: list[tuple[weakref.ref[Tensor], int, weakref.ref[Part]]] = []  # inputs, which layers may share
+        self._in_order: list[weakref.ref[ActivationPart]] = []  # of the forward under way, or the last one
+        self._known: list[
+            tuple[weakref.ref[Tensor], int, weakref.ref[ActivationPart]]
+        ] = []  # inputs, which layers may share
         self._is_checked = False
         if activations.partition and not is_cut:
             logger.warning("activations.partition: there is no tensor axis (tp_size is 1), so nothing is partitioned")
@@ -144,7 +146,7 @@ class PartitionedActivations:
         if known is not None:
             return known
         self._check_alike(tensor)
-        part = Part(tensor.shape, tensor.dtype)
+        part = ActivationPart(tensor.shape, tensor.dtype)
         part.values = self._room_for(part, -(-tensor.numel() // num_parts))
         own = tensor.detach().reshape(-1)
         if self._over is not None:
@@ -154,14 +156,14 @@ class PartitionedActivations:
         self._known.append((weakref.ref(tensor), tensor._version, weakref.ref(part)))
         return part
 
-    def _packed_before(self, tensor: Tensor) -> Part | None:
+    def _packed_before(self, tensor: Tensor) -> ActivationPart | None:
         """The part of an input that another layer has been given too, such as the output of an encoder."""
         self._known = [known for known in self._known if known[0]() is not None]
         return next(
             (part() for source, version, part in self._known if source() is tensor and version == tensor._version), None
         )
 
-    def _room_for(self, part: Part, numel: int) -> Tensor:
+    def _room_for(self, part: ActivationPart, numel: int) -> Tensor:
         key = part.shape, part.dtype
         if key not in self.slabs:
             for known in [known for known, slabs in self.slabs.items() if all(slab.is_empty for slab in slabs)]:
@@ -196,7 +198,7 @@ class PartitionedActivations:
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again; called by all ranks of the tensor axis in the same order."""
-        if not isinstance(packed, Part):
+        if not isinstance(packed, ActivationPart):
             return packed  # type: ignore[no-any-return]
         if packed.arriving is None:
             self._start(packed)
@@ -208,7 +210,7 @@ class PartitionedActivations:
             self._start(before)
         return flat[: math.prod(packed.shape)].view(packed.shape)
 
-    def _start(self, part: Part) -> None:
+    def _start(self, part: ActivationPart) -> None:
         assert part.values is not None
         own = part.values.to(self._world.device, non_blocking=True)
         if self._over is None:
@@ -219,7 +221,7 @@ class PartitionedActivations:
         layout.elements_of(flat, self._over.rank).copy_(own)
         part.arriving = flat, self._over.gather([Rows(flat, layout)], "activations")
 
-    def _before(self, part: Part) -> Part | None:
+    def _before(self, part: ActivationPart) -> ActivationPart | None:
         """The input of the layer before, which the backward computes again next, unless it is on its way."""
         alive = list(_alive(self._in_order))
         index = next((i for i, each in enumerate(alive) if each is part), 0)
@@ -227,14 +229,14 @@ class PartitionedActivations:
         return None if before is None or before.arriving is not None else before
 
 
-def _alive(parts: list[weakref.ref[Part]]) -> Iterator[Part]:
+def _alive(parts: list[weakref.ref[ActivationPart]]) -> Iterator[ActivationPart]:
     for reference in parts:
         part = reference()
         if part is not None:
             yield part
 
 
-def _layout(part: Part, num_parts: int) -> RowLayout:
+def _layout(part: ActivationPart, num_parts: int) -> RowLayout:
     return RowLayout((math.prod(part.shape),), num_parts)
 
 

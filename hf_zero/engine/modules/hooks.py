@@ -47,7 +47,7 @@ class _Gather(torch.autograd.Function):
         return (None, None, None, *[None] * ctx.num_leaves)
 
 
-class EntryHooks:
+class ModuleHooks:
     """The hooks of one module whose calls need units.
 
     Args:
@@ -149,7 +149,7 @@ class EntryHooks:
         releasable = [unit for unit in self.entry.units if unit.is_releasable]
         for unit, before in zip(releasable, call.num_holders, strict=False):
             if unit.num_holders() > before + num_outputs and not sys.exc_info()[1]:
-                unit.is_held = True
+                unit.is_pinned = True
                 logger.warning(
                     "a view of the parameters of %r outlives their module's call (an attribute, a custom function's "
                     "context): its memory stays from now on",

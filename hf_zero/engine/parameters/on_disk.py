@@ -28,7 +28,7 @@ def check_offload(world: World) -> None:
             "offload.parameters is disk, but there is one rank, which computes with the parameters where they lie: use none, "
             "or more ranks"
         )
-    if offload.parameters == "disk" and world.collectives.name == "host":
+    if offload.parameters == "disk" and world.shards.name == "host":
         raise ConfigError(
             "offload.parameters is disk, but ranks share parameters in memory (HF_ZERO_COLLECTIVES=host): use pairwise"
         )

@@ -131,7 +131,7 @@ class SameInputs:
                 raise UsageError(
                     f"ranks {list(ranks[first : first + size])} share every layer of the model (tp_size), but its inputs "
                     "differ between them: they must see the same batch, as from a loader that the Trainer or accelerate "
-                    "has prepared; in a loop of your own, deal out batches by engine.world.data.rank"
+                    "has prepared; in a loop of your own, choose batches by engine.world.data.rank"
                 )
 
 

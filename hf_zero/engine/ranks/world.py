@@ -116,13 +116,13 @@ class World(Axes):
             timeout_s: seconds that a single exchange may take.
         """
         made: dict[tuple[int, ...], Collectives] = {}
-        for each in (self.everyone, self.collectives, self.tensor, self.holders):  # what a checkpoint needs
+        for each in (self.everyone, self.shards, self.tensor, self.holders):  # what a checkpoint needs
             if each.ranks not in made:
                 made[each.ranks] = make_collectives("native", each.ranks, self.device, timeout_s, Ledger())
         return dataclasses.replace(
             self,
             everyone=made[self.everyone.ranks],
-            collectives=made[self.collectives.ranks],
+            shards=made[self.shards.ranks],
             tensor=made[self.tensor.ranks],
             holders=made[self.holders.ranks],
             models=weakref.WeakSet(),
@@ -147,12 +147,12 @@ class World(Axes):
     @property
     def shard_rank(self) -> int:
         """Which rows this rank holds."""
-        return self.collectives.rank
+        return self.shards.rank
 
     @property
     def num_shards(self) -> int:
         """Number of ranks that parameters are cut over."""
-        return self.collectives.num_ranks
+        return self.shards.num_ranks
 
     @property
     def is_first_replica(self) -> bool:
@@ -201,7 +201,7 @@ class World(Axes):
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh of parameters at rest."""
-        return self.collectives.mesh if self.grid is None else self.grid
+        return self.shards.mesh if self.grid is None else self.grid
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Wait until every rank makes the same call, or raise and say who did not."""
@@ -225,7 +225,7 @@ class World(Axes):
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
         layout.elements_of(flat, self.shard_rank).copy_(layout.flat(local))
-        wire.gather(self.collectives, [Rows(flat, layout)], unit, sent_as).wait()
+        wire.gather(self.shards, [Rows(flat, layout)], unit, sent_as).wait()
         whole = layout.in_shape(flat[: layout.numel], layout.shape).contiguous()
         # In memory of its own: `save_pretrained` splits files by the bytes of storages.
         return whole.clone() if whole.data_ptr() == flat.data_ptr() and layout.numel != layout.padded_numel else whole

@@ -15,7 +15,7 @@ from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
 from hf_zero.engine.units.reading import is_method_running
-from hf_zero.engine.units.schedule import GatherOrder, first_uses
+from hf_zero.engine.units.schedule import GatherSchedule, first_uses
 from hf_zero.engine.units.unit import GatheredMemory, Lease, Residency, Unit
 from hf_zero.errors import UsageError
 
@@ -43,7 +43,7 @@ class Gathering:
     def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
         self.units: list[Unit] = []
         self.memory = GatheredMemory()
-        self.order = GatherOrder()
+        self.schedule = GatherSchedule()
         self.reductions: list[int] = []
         self.kept_for_backward: set[int] = set()
         self.reads: dict[tuple[int, bool], Tensor] = {}
@@ -68,7 +68,7 @@ class Gathering:
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
         for unit in call.units:
-            coming = self.order.use(unit.index)
+            coming = self.schedule.use(unit.index)
             if not unit.keeps_whole:
                 self._prefetch(coming)
         call.hold()
@@ -180,7 +180,7 @@ class Gathering:
             self._held.clear()
 
     @property
-    def is_held(self) -> bool:
+    def holds_all(self) -> bool:
         """Whether modules see whole parameters outside their calls, see `holding_all`."""
         return bool(self._held)
 
@@ -209,7 +209,7 @@ class Gathering:
     def _before_write(self, what: str) -> None:
         self._has_read = False
         if any(unit.is_shared for unit in self.units):
-            self._world.collectives.before_write(what)
+            self._world.shards.before_write(what)
 
     def after_step(self, held: list[ZeroParameter]) -> None:
         """An optimizer that holds these parameters has stepped, on every rank."""

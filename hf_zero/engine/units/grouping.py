@@ -37,11 +37,11 @@ class Group:
 
     name: str
     entries: list[nn.Module]
-    params: list[Found] = field(default_factory=list)
+    params: list[FoundParameter] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Found:
+class FoundParameter:
     """A parameter with all the places that hold it."""
 
     param: nn.Parameter
@@ -49,7 +49,7 @@ class Found:
     locations: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def find_parameters(model: nn.Module) -> list[Found]:
+def find_parameters(model: nn.Module) -> list[FoundParameter]:
     """Every parameter once, in the model's order, with all its names and places (tied ones have several).
 
     But for those of a class of their own, see [Note: quantised weights].
@@ -57,18 +57,18 @@ def find_parameters(model: nn.Module) -> list[Found]:
     return _find(model, lambda param: not is_of_own_class(param))
 
 
-def find_quantised(model: nn.Module) -> list[Found]:
+def find_quantised(model: nn.Module) -> list[FoundParameter]:
     """The parameters of a class of their own that can be cut nevertheless."""
     return _find(model, can_be_cut)
 
 
-def _find(model: nn.Module, is_wanted: Callable[[nn.Parameter], bool]) -> list[Found]:
-    found: dict[int, Found] = {}
+def _find(model: nn.Module, is_wanted: Callable[[nn.Parameter], bool]) -> list[FoundParameter]:
+    found: dict[int, FoundParameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             if param is None or not is_wanted(param):
                 continue
-            entry = found.setdefault(id(param), Found(param))
+            entry = found.setdefault(id(param), FoundParameter(param))
             entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
             if not any(module is known and attribute == name for known, name in entry.locations):
                 entry.locations.append((module, attribute))

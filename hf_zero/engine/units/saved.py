@@ -23,7 +23,7 @@ from hf_zero.engine.units.unit import Unit
 _PLAIN = (Tensor, nn.Parameter)  # others have no memory of their own
 
 
-class _Place(NamedTuple):
+class _SavedView(NamedTuple):
     """A view of a unit's memory."""
 
     unit: Unit
@@ -76,11 +76,11 @@ class SavedWeights:
                     is_seen = held is not tensor
                     as_seen = torch_compat.wrap_like(held.new_empty(0), cast(DTensor, tensor)) if is_seen else None
                     facts = address - start, tuple(held.shape), held.stride(), held.dtype
-                    return _Place(unit, unit.epoch, *facts, as_seen)
+                    return _SavedView(unit, unit.epoch, *facts, as_seen)
         return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
 
     def _unpack(self, packed: Any) -> Tensor:
-        if type(packed) is _Place:
+        if type(packed) is _SavedView:
             self._make_whole(packed.unit, packed.epoch)
             view = packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
             return view if packed.seen_as is None else torch_compat.wrap_like(view, packed.seen_as)

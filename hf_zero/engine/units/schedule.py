@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class ReductionOrder:
+class ReductionSchedule:
     """Which unit is reduced next, the same on every rank, whatever each rank's backward does.
 
     A unit is reduced when its gradients are there *and* every unit before it in the expected order has been. What a
@@ -71,7 +71,7 @@ def first_uses(reductions: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class GatherOrder:
+class GatherSchedule:
     """Remembers in which order units were gathered in a pass, and tells which ones come next.
 
     Attributes:

@@ -161,7 +161,7 @@ class Unit:
         # Whole between forward and backward. Told by events that all ranks share, never by the life of a graph: ranks
         # drop theirs at different times, and must gather alike.
         self.is_kept = False
-        self.is_held = False  # somebody has kept a view of the memory, which therefore stays
+        self.is_pinned = False  # somebody has kept a view of the memory, which therefore stays
         self.guarded: list[weakref.ref[Tensor]] = []
         self.live_calls: weakref.WeakSet[object] = weakref.WeakSet()
         self._world = world
@@ -177,7 +177,7 @@ class Unit:
         self._slots: dict[int, _Slot] = {}  # id(ZeroParameter) -> its place, once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.config.policy.shards_parameters
-        self.is_shared = world.collectives.num_sharing > 1 and any(p.is_sharded for p in parameters)
+        self.is_shared = world.shards.num_sharing > 1 and any(p.is_sharded for p in parameters)
         if self.keeps_whole or self.is_shared:
             self._move_in()
 
@@ -187,7 +187,7 @@ class Unit:
         So it is in stages 0 to 2, and wherever ranks share memory, since nobody could give back what the others read.
         """
         if self.is_shared:
-            self._storage = self._world.collectives.allocate(self.buffer_nbytes, f"unit {self.name!r}")
+            self._storage = self._world.shards.allocate(self.buffer_nbytes, f"unit {self.name!r}")
         else:
             self._storage.resize_(self.buffer_nbytes)
         # In another format, this rank's own rows are not what it computes with.
@@ -206,7 +206,7 @@ class Unit:
     @property
     def is_releasable(self) -> bool:
         """Whether the memory comes and goes."""
-        return not (self.keeps_whole or self.is_shared or self.is_held)
+        return not (self.keeps_whole or self.is_shared or self.is_pinned)
 
     @property
     def address(self) -> int:
@@ -276,7 +276,7 @@ class Unit:
                 _release_rows(chosen)
             sent_as = self._world.config.wire.gather
             if items:
-                self._pending.append(wire.gather(self._world.collectives, items, self.name, sent_as))
+                self._pending.append(wire.gather(self._world.shards, items, self.name, sent_as))
                 self._arriving = self.epoch
         self.residency = Residency.GATHERING
 
@@ -328,7 +328,7 @@ class Unit:
         if self.is_shared:
             return  # until its parameters change
         self._wait()
-        if not self.is_held:  # its memory stays, but it is gathered like others: a rank alone may hold it
+        if not self.is_pinned:  # its memory stays, but it is gathered like others: a rank alone may hold it
             self._memory.give_back(self._storage)
         self.residency = Residency.RELEASED
 

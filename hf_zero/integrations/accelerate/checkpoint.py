@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import Manifest
-from hf_zero.checkpoint.files.model_plan import WEIGHTS, NotMovedError, Plan, model_sources, plan_model, uncovered
+from hf_zero.checkpoint.files.model_plan import WEIGHTS, FilePlan, NotMovedError, model_sources, plan_model, uncovered
 from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.files.tensor_file import TensorInfo, layout_file
@@ -175,7 +175,7 @@ def _refuse_partitioned(state: Any, what: str) -> None:
             _refuse_partitioned(entry, what)
 
 
-def _plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[str, Any]) -> Plan:
+def _plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[str, Any]) -> FilePlan:
     """What is written of a model: for the first one, what `save_pretrained` writes, if that leaves nothing out.
 
     Other models, and one with adapters, become one file with their state dict. `folder` gets the small files.
@@ -189,7 +189,7 @@ def _plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[s
     return _plan_state_dict(model, index)
 
 
-def _plan_state_dict(model: nn.Module, index: int) -> Plan:
+def _plan_state_dict(model: nn.Module, index: int) -> FilePlan:
     """One file with a state dict under its own names; a tied tensor is stored under its first name."""
     seen: dict[int, TensorInfo] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -198,7 +198,7 @@ def _plan_state_dict(model: nn.Module, index: int) -> Plan:
         seen.setdefault(id(value), TensorInfo(name, value.dtype, tuple(value.shape)))
     infos = list(seen.values())
     file = layout_file(_weights_name(index), infos, {"format": "pt"})
-    return Plan((file,), {info.name: (identity(info.name, info.shape),) for info in infos})
+    return FilePlan((file,), {info.name: (identity(info.name, info.shape),) for info in infos})
 
 
 def _weights_name(index: int) -> str:
@@ -367,7 +367,7 @@ def _after_load_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.M
     return [models[index] for index in world.share(kept, "the models to load")]
 
 
-def _plan_reading(model: nn.Module, index: int, folder: Path) -> tuple[Plan, list[str]]:
+def _plan_reading(model: nn.Module, index: int, folder: Path) -> tuple[FilePlan, list[str]]:
     """What a save would write of a model, and the files that it can be read from."""
     with tempfile.TemporaryDirectory() as scratch:
         plan = _plan_weights(model, index, Path(scratch), {})

@@ -23,14 +23,14 @@ from hf_zero.optim.offloaded.pieces import Evaluated, is_plain_data, own_copy, w
 from hf_zero.optim.offloaded.states import OffloadedStates, shown_as
 from hf_zero.optim.stand_in import STEPPING, StandIn
 from hf_zero.optim.stepping import gradient_of, keep_old_values, minds_all
-from hf_zero.scratch import ALIGNMENT, Place, Slot, Transfers, aligned
+from hf_zero.scratch import ALIGNMENT, Place, StepMemory, Transfers, aligned
 
 _NOT_COPIED = ("param_groups", "state", STEPPING)
 _GRAIN = ALIGNMENT  # elements: pieces of any dtype then begin and end with a block
 
 
 @dataclass(eq=False)
-class _Piece:
+class _Chunk:
     """Some elements of this rank's rows of a parameter.
 
     Attributes:
@@ -72,14 +72,14 @@ class Streamer:
     def __init__(self, states: OffloadedStates) -> None:
         self.states = states
         self.is_tried = False
-        self._slots: list[Slot] = []
+        self._slots: list[StepMemory] = []
         self._transfers: Transfers | None = None
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[StepMemory]:
         """Memory for one chunk each, made at the first step."""
         if not self._slots:
             offload = self.states.offload
-            self._slots = [Slot(offload.slot_bytes) for _ in range(offload.slots)]
+            self._slots = [StepMemory(offload.slot_bytes) for _ in range(offload.slots)]
         return self._slots
 
     def transfers(self) -> Transfers:
@@ -140,13 +140,13 @@ class StreamedStep:
 
     # --- chunks -------------------------------------------------------------------------------------------------
 
-    def _cut(self) -> Iterator[list[_Piece]]:
+    def _cut(self) -> Iterator[list[_Chunk]]:
         """Chunks: first what is in memory anyway, while the disk begins to read."""
         places = {id(param): self._states.of(id(param)) for param in self._trained}
         here = [param for param in self._trained if not self._is_on_disk(param, places[id(param)])]
         if here or self._others:
             yield [self._piece(param, 0, None, {}) for param in here]
-        chunk: list[_Piece] = []
+        chunk: list[_Chunk] = []
         used = 0
         for param in self._trained:
             if not self._is_on_disk(param, places[id(param)]):
@@ -186,12 +186,12 @@ class StreamedStep:
         return start + room // per_grain * _GRAIN
 
     @staticmethod
-    def _piece(param: Tensor, start: int, stop: int | None, places: Mapping[str, Place]) -> _Piece:
+    def _piece(param: Tensor, start: int, stop: int | None, places: Mapping[str, Place]) -> _Chunk:
         rows = torch_compat.local_of(param)
         stop = rows.numel() if stop is None else stop
         is_all = stop - start == rows.numel()
         shape = tuple(rows.shape) if is_all else (stop - start, *[1] * (rows.ndim - 1))
-        return _Piece(param, start, stop, shape, places)
+        return _Chunk(param, start, stop, shape, places)
 
     # --- one chunk ----------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class StreamedStep:
                 self._groups[number] = group
         stand_in.param_groups = [group for group in stand_in.param_groups if group["params"]] or stand_in.param_groups
 
-    def _fill(self, piece: _Piece, slot: Slot) -> None:
+    def _fill(self, piece: _Chunk, slot: StepMemory) -> None:
         """The plain parameter of a piece, its gradient and its states."""
         param, state = piece.param, self._optimizer.state.get(piece.param, {})
         in_slot = {
@@ -258,10 +258,10 @@ class StreamedStep:
             else:
                 piece.inputs[name] = torch_compat.local_of(value)
 
-    def _has(self, piece: _Piece, name: str) -> bool:
+    def _has(self, piece: _Chunk, name: str) -> bool:
         return isinstance(self._optimizer.state.get(piece.param, {}).get(name), Tensor)
 
-    def _parts(self, index: int, is_moved: Callable[[_Piece, str], bool]) -> list[tuple[Any, int, memoryview]]:
+    def _parts(self, index: int, is_moved: Callable[[_Chunk, str], bool]) -> list[tuple[Any, int, memoryview]]:
         """What of a chunk is to be read or written; neighbours in the file and in the slot are one part."""
         slot = self._slots[index % len(self._slots)]
         runs: list[list[Any]] = []  # [file, offset in it, offset in the slot, bytes]
@@ -304,7 +304,7 @@ class StreamedStep:
             piece.plain, piece.inputs = None, {}
             self._states.release(piece.param, piece.start, piece.stop)
 
-    def _take_rows(self, piece: _Piece) -> None:
+    def _take_rows(self, piece: _Chunk) -> None:
         plain, param = piece.plain, piece.param
         assert plain is not None
         home = piece.part_of(torch_compat.local_of(param))
@@ -316,7 +316,7 @@ class StreamedStep:
         elif plain.grad.data_ptr() != piece.part_of(grad).data_ptr():
             piece.part_of(grad).copy_(plain.grad.detach())
 
-    def _take_states(self, piece: _Piece, made: Mapping[Any, Any], slot: Slot) -> None:
+    def _take_states(self, piece: _Chunk, made: Mapping[Any, Any], slot: StepMemory) -> None:
         kept: dict[Any, Any] = {}
         for name, value in made.items():
             is_rows = isinstance(value, Tensor) and value.numel() > 1 and tuple(value.shape) == piece.shape

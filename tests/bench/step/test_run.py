@@ -12,11 +12,11 @@ from hf_zero.bench.figures import Ratio, Spread, ratio
 from hf_zero.bench.processes import BenchError
 from hf_zero.bench.step import engines
 from hf_zero.bench.step import run as step
-from hf_zero.bench.step.run import Plan, Result, Run
+from hf_zero.bench.step.run import Result, Run, StepBenchmark
 from hf_zero.cli.main import main
 from hf_zero.errors import UsageError
 
-_PLAN = Plan("llama-10m", 2, 1, 8, 10, 3, "float32", False, ("local", "ddp", "zero3"))
+_PLAN = StepBenchmark("llama-10m", 2, 1, 8, 10, 3, "float32", False, ("local", "ddp", "zero3"))
 
 
 def _run(seconds: float, losses: tuple[float, ...] = (2.0, 1.0)) -> Run:

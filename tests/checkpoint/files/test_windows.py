@@ -19,7 +19,7 @@ from torch import Tensor
 import hf_zero as zero
 from hf_zero.checkpoint.files import disk, windows
 from hf_zero.checkpoint.files.manifest import record_of
-from hf_zero.checkpoint.files.model_plan import Plan
+from hf_zero.checkpoint.files.model_plan import FilePlan
 from hf_zero.checkpoint.files.pieces import Piece, identity
 from hf_zero.checkpoint.files.stored import StoredFile, stored
 from hf_zero.checkpoint.files.tensor_file import Source, TensorInfo, layout_file
@@ -80,7 +80,7 @@ def _sources(world: World, dtype: torch.dtype) -> dict[str, tuple[Tensor, Source
     return found
 
 
-def _plan(sources: Mapping[str, tuple[Tensor, Source]], filed: torch.dtype) -> tuple[Plan, dict[str, Tensor]]:
+def _plan(sources: Mapping[str, tuple[Tensor, Source]], filed: torch.dtype) -> tuple[FilePlan, dict[str, Tensor]]:
     """A file with all tensors, transposed ones too, and such that two others make up; and what it should hold."""
     pieces, tensors = {}, {}
     for name, (whole, _) in sources.items():
@@ -95,7 +95,7 @@ def _plan(sources: Mapping[str, tuple[Tensor, Source]], filed: torch.dtype) -> t
     tensors["both"] = torch.cat([sources["rows"][0], sources["owned"][0]])
     infos = [TensorInfo(name, filed, tuple(tensor.shape)) for name, tensor in tensors.items()]
     values = {name: tensor.to(filed, copy=True).contiguous() for name, tensor in tensors.items()}
-    return Plan((layout_file("a.safetensors", infos, {"format": "pt"}),), pieces), values
+    return FilePlan((layout_file("a.safetensors", infos, {"format": "pt"}),), pieces), values
 
 
 @on_ranks(4)

@@ -128,7 +128,7 @@ def test_reduced_rows_are_sums_of_the_hosts_sums(hosts: Sequence[int], dtype: to
 def _train(hosts: Sequence[int], stage: int) -> None:
     with _on(hosts):
         twins = Twins(stage, collectives="host")
-    assert isinstance(twins.engine.world.collectives, SeveralHostsCollectives)
+    assert isinstance(twins.engine.world.shards, SeveralHostsCollectives)
     twins.step(2)
     with twins.model.no_sync():
         square_loss(twins.model, twins.own()).backward()

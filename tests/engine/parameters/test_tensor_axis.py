@@ -212,7 +212,7 @@ def test_gathered_parts_are_gone_between_forward_and_backward() -> None:
     model, engine = _partitioned(shared_folder("heads"), 3, prefetch_bytes=0)
     loss = loss_of(model, tokens(0, engine.world.data.rank))
     assert [unit._storage.nbytes() for unit in engine.units] == [0] * len(engine.units)
-    assert not any(unit.is_held for unit in engine.units)  # what autograd keeps of a weight is its place
+    assert not any(unit.is_pinned for unit in engine.units)  # what autograd keeps of a weight is its place
     loss.backward()
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.units.schedule import GatherOrder, ReductionOrder, first_uses
+from hf_zero.engine.units.schedule import GatherSchedule, ReductionSchedule, first_uses
 from hf_zero.engine.units.unit import Unit
 from hf_zero.plan.models import config_of
 from tests.ranks import run_ranks
@@ -19,8 +19,8 @@ _EXPECTED = st.lists(st.integers(0, 5), max_size=8)
 _READY = st.lists(st.integers(0, 5), max_size=10)
 
 
-def _run(expected: list[int], ready: list[int]) -> tuple[list[int], ReductionOrder]:
-    order = ReductionOrder(list(expected))
+def _run(expected: list[int], ready: list[int]) -> tuple[list[int], ReductionSchedule]:
+    order = ReductionSchedule(list(expected))
     issued = [unit for event in ready for unit in order.ready(event)]
     return issued + order.rest(), order
 
@@ -39,7 +39,7 @@ def test_every_gradient_is_reduced_or_left_over_once(expected, ready):
 
 @given(_EXPECTED, st.data())
 def test_gradients_in_the_expected_order_are_issued_at_once(expected, data):
-    order = ReductionOrder(list(expected))
+    order = ReductionSchedule(list(expected))
     for unit in expected:
         assert order.ready(unit) == [unit]
     assert order.rest() == order.leftover() == []
@@ -58,7 +58,7 @@ def test_skipped_units_are_expected_and_reduced_at_the_end(expected, data):
 
 @given(_EXPECTED, _READY)
 def test_nothing_is_issued_before_its_turn(expected, ready):
-    order = ReductionOrder(list(expected))
+    order = ReductionSchedule(list(expected))
     issued: list[int] = []
     for position, unit in enumerate(ready, start=1):
         issued += order.ready(unit)
@@ -80,7 +80,7 @@ def test_unexpected_means_no_subsequence_of_the_expected_order(expected, ready):
 
 @given(_READY, _READY)
 def test_gather_order_foretells_the_recorded_pass_until_it_is_left(recorded, now):
-    order = GatherOrder()
+    order = GatherSchedule()
     order.begin("forward")
     for unit in recorded:
         assert list(order.use(unit)) == []
@@ -94,7 +94,7 @@ def test_gather_order_foretells_the_recorded_pass_until_it_is_left(recorded, now
 
 @given(_READY.filter(bool), _READY)
 def test_broken_pass_and_other_kinds_leave_the_record_alone(recorded, other):
-    order = GatherOrder()
+    order = GatherSchedule()
     order.begin("forward")
     for unit in recorded:
         order.use(unit)
@@ -127,7 +127,7 @@ def _gathers_of_a_large_model(num_micro_steps: int) -> tuple[list[list[tuple[str
     engine = zero.shard_model(model)
     assert max(unit.buffer_nbytes for unit in engine.units) > engine.world.config.prefetch_bytes
     for kind in ("gather", "reduce_scatter"):
-        setattr(engine.world.collectives, kind, lambda *_: Exchange("nothing", 0.0))
+        setattr(engine.world.shards, kind, lambda *_: Exchange("nothing", 0.0))
     steps: list[list[tuple[str, int]]] = []
     start, acquire = Unit.start_gather, Unit.acquire
 
