@@ -25,7 +25,7 @@ import torch
 from torch.optim import optimizer
 import hf_zero as zero
 count = lambda: (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
-from hf_zero.engine import optimizers
+from hf_zero.optim import optimizers
 from hf_zero.sharding import shard_model
 found = [count()]
 for _ in range(2):

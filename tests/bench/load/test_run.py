@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from hf_zero.bench.load import run as load
 from hf_zero.bench.load.run import LoadBenchmark
-from hf_zero.bench.processes import BenchError
 from hf_zero.cli.main import main
+from hf_zero.errors import ZeroError
 
 
 def _rank(loss: float) -> dict[str, float]:
@@ -76,7 +76,7 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch: pytest.Monk
     [("a", "plain", "float32"), ("llama-10m", "a", "float32"), ("llama-10m", "plain", "a")],
 )
 def test_unknown_names_list_the_known(model: str, engine: str, dtype: str) -> None:
-    with pytest.raises(BenchError, match=r"'a' is not known.*choose from"):
+    with pytest.raises(ZeroError, match=r"'a' is not known.*choose from"):
         load.run(LoadBenchmark(model, 2, 1, dtype, (engine,)))
 
 
