@@ -5,7 +5,6 @@ The everyday suite has to stay well below a quarter of an hour on two cores, wha
 
 SLOW_CASES = {
     "checkpoint/test_commit.py::test_a_whole_checkpoint_is_found_after_death_at_every_change[later]",
-    "comm/host/test_many_hosts.py::test_rank_that_stalls_is_named_by_its_host_and_by_its_column[gather]",
     "comm/test_ledger.py::test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four[3]",
     "comm/test_ledger.py::test_uneven_rows_are_padded_by_native_collectives_only[3-native]",
     "comm/test_wire.py::test_second_copy_keeps_the_bits_and_gathers_within_the_host[native-exact]",

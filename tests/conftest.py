@@ -4,7 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads them once; the ranks inherit them
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
-# Not measured anew in every test, with another result on a busy machine; tests of the other exchanges ask for them.
+# Alike on every machine, whether its processes can share memory or not; tests of the other exchanges ask for them.
 os.environ.setdefault("HF_ZERO_COLLECTIVES", "pairwise")
 
 import hypothesis

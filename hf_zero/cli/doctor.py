@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import socket
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -146,5 +145,7 @@ def _ranks(num_processes: int) -> Finding:
     except ZeroError as error:
         last = str(error).strip().splitlines()[-1]
         return Finding("bad", "ranks", f"{num_processes} processes could not exchange: {last}")
-    reason = re.sub(r"^auto; ", "", found["reason"])
-    return Finding("ok", "ranks", f"{found['ranks']} exchange; collectives: auto takes {found['chosen']} ({reason})")
+    times = [f"{name} {1e3 * sum(timing[1:]):.1f}" for name, (timing,) in found["timings"].items()]
+    reason = found["reason"].removeprefix("auto: ")
+    said = f"auto takes {found['chosen']} ({reason}; ms for 1 MiB: {', '.join(times)})"
+    return Finding("ok", "ranks", f"{found['ranks']} exchange; collectives: {said}")

@@ -1,15 +1,8 @@
 """How bytes move between ranks: one seam, `Collectives`, and its implementations.
 
-Nothing here knows what a model, a unit or a stage is: an exchange gets tensors and says when they may be read.
-
-- `collectives`: the seam. What every implementation must provide, and what all of them share.
-- `agreements`: messages between two ranks, and what all of them agree upon; `roll_call`: who has not come, once that fails.
-- `watch`: the same for exchanges that are stuck on a device, where nothing can be raised.
-- `exchange`: an exchange in flight; if it fails, its `wait` names the peer and the operation.
-- `axis`: which ranks exchange with each other, and the process groups that reach them.
-- `alone`, `native`, `pairwise`, `host/`: the implementations.
-- `select`: builds the requested implementation. `measure`: finds the fastest one for `auto`.
-- `ledger`: counts what really ran.
-
+Nothing here knows what a model, a unit or a stage is: an exchange gets tensors and says when they may be read, and one that
+fails names the peer and the operation. Start at `collectives` (what every implementation provides) and `select` (the rule by
+which one is taken); `agreements` has what ranks agree upon, `together` how they fail together, `store` what they leave for each
+other where exchanges fail. The ledger counts what really ran, so no byte may pass between ranks elsewhere.
 To add an implementation, write a class beside `pairwise` and add a line to `select`.
 """

@@ -32,6 +32,8 @@ from hf_zero.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
 
+_NOT_ALL_SHARE = "other ranks that parameters are cut over are on several hosts, or cannot share memory"
+
 _Meet = Callable[..., Collectives]
 
 
@@ -99,6 +101,18 @@ class Axes:
             own = everyone.ranks[everyone.rank]
             row, shard, place = _place_of(own, replicas)
             cut = make(choice, [cell[place] for cell in replicas[row]])
+            if (
+                len({name for (name,) in everyone.agree([zlib.crc32(cut.name.encode())], "how shards are exchanged")})
+                > 1
+            ):
+                # One group is on one host and another is not. All go alike, as do the dtypes and sums that hang on it.
+                reason = cut.reason
+                if cut.name == "host":
+                    reason = f"auto: {_NOT_ALL_SHARE}" if choice == "auto" else ""
+                    if choice == "host":
+                        logger.warning("collectives: host cannot be had here, but pairwise: %s", _NOT_ALL_SHARE)
+                cut = make("pairwise", cut.ranks)
+                cut.reason = reason
             same_rows = make("pairwise", [each[shard][place] for each in replicas])
             data, holders = cut, everyone
             if len(replicas) > 1:

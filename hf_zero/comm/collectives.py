@@ -50,19 +50,19 @@ class Collectives(Agreements, ABC):
 
     Attributes:
         name: its name in `ZeroConfig.collectives`.
-        reason: why `auto` chose it, in words; otherwise empty.
-        num_sharing: number of ranks that share the memory from `allocate`; they see each other's rows change.
+        reason: why `auto` takes it, in words; otherwise empty.
+        shares_memory: the ranks share the memory from `allocate`, and see each other's rows change.
         sends_rows_as_given: `reduce_scatter` sends its items in their own dtype; if False, in the dtype of its outputs.
         staging_bytes: limit on the peers' rows that a reduce-scatter holds before it adds them up, if it holds any.
     """
 
     name: str
-    num_sharing = 1
+    shares_memory = False
     sends_rows_as_given = False
     staging_bytes = 64 * 2**20
 
     def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
-        """Allocate memory for whole parameters, shared by `num_sharing` ranks.
+        """Allocate memory for whole parameters, shared by all ranks where `shares_memory`.
 
         Args:
             num_bytes: the same on every rank.

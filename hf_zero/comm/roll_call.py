@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from hf_zero import torch_compat
+from hf_zero.comm.store import Notes
 
 _GRACE_S = 2.5  # that the others have to say where they are
 
@@ -30,19 +29,11 @@ def missing(group: str, number: int, ranks: Sequence[int], own: int, peer: int) 
     deadline = time.monotonic() + _GRACE_S
     absent = [rank for rank in ranks if rank != own]
     try:
-        store = torch_compat.program_store()
-        store.set(_key(group, own), str(number))
+        notes = Notes(f"roll call {group}")
+        notes.write(own, str(number))
         while absent and time.monotonic() < deadline:
-            absent = [rank for rank in absent if not _has_come(store, _key(group, rank), number)]
+            absent = [rank for rank in absent if int(notes.read(rank) or -1) < number]
             time.sleep(0.05)
     except (RuntimeError, ValueError):  # the process that keeps the store is gone, or the program's group is
         return [peer]
     return [peer] if peer in absent or not absent else absent
-
-
-def _has_come(store: Any, key: str, number: int) -> bool:
-    return store.check([key]) and int(store.get(key)) >= number
-
-
-def _key(group: str, rank: int) -> str:
-    return f"hf_zero roll call {group} {rank}"

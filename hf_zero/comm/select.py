@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import measure
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.groups import Axis, default_group
-from hf_zero.comm.host.many_hosts import SeveralHostsCollectives
 from hf_zero.comm.host.one_host import HostCollectives, connect
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
@@ -36,8 +34,8 @@ def make_collectives(
 ) -> Collectives:
     """Exchanges over these ranks, which all call this together, because it creates process groups.
 
-    "auto" measures the candidates (once for the same ranks) and takes the fastest. "host" falls back, with a warning, to
-    "pairwise" if ranks cannot share memory, and to "native" on a device.
+    "auto" takes "host" for ranks of one host that can share memory, else "pairwise" on gloo, else "native": no measurement,
+    which would choose by how busy a machine is, and otherwise on each run. "host" gives way by the same rule, with a warning.
 
     Args:
         choice: as in `ZeroConfig.collectives`.
@@ -59,7 +57,13 @@ def make_collectives(
 def all_collectives(ranks: Sequence[int], device: torch.device, timeout_s: float) -> list[Collectives]:
     """Every implementation that can serve these ranks; called by all of them together."""
     axis = Axis.over(ranks, device, timeout_s, Ledger())
-    return _candidates(PairwiseCollectives(axis), axis)[0]
+    made: list[Collectives] = [NativeCollectives(axis)]
+    if made[0].backend == "gloo":
+        made = [PairwiseCollectives(axis), *made]
+        board = connect(made[0])
+        if not isinstance(board, str):
+            made = [HostCollectives(board, axis), *made]
+    return made
 
 
 def _make(choice: str, axis: Axis) -> Collectives:
@@ -77,25 +81,24 @@ def _make(choice: str, axis: Axis) -> Collectives:
         )
     if choice in _BY_NAME:
         return _BY_NAME[choice](axis)
-    candidates, reason = _candidates(pairwise, axis)
+    made, reason = _by_rule(pairwise, axis)
     if choice == "auto":
-        return measure.fastest(candidates)
-    if candidates[0].name != "host":
-        logger.warning("collectives: host cannot be had here, but %s: %s", candidates[0].name, reason)
-    return candidates[0]
+        made.reason = f"auto: {reason}"
+    elif made.name != "host":
+        logger.warning("collectives: host cannot be had here, but %s: %s", made.name, reason)
+    return made
 
 
-def _candidates(pairwise: Collectives, axis: Axis) -> tuple[list[Collectives], str]:
-    """What `auto` chooses from, and why `host` is not among them."""
-    native = NativeCollectives(axis)
+def _by_rule(pairwise: Collectives, axis: Axis) -> tuple[Collectives, str]:
+    """What serves these ranks where they may share memory if they can; and why."""
     if pairwise.backend != "gloo":
-        return [native], "the parameters are not in the host's memory"  # NCCL's own collectives are the right ones
-    found = connect(pairwise)
-    if isinstance(found, str):
-        return [pairwise, native], found
-    board, hosts = found
-    host = HostCollectives(board, axis) if len(hosts) == 1 else SeveralHostsCollectives(board, hosts, axis)
-    return [host, pairwise, native], ""
+        return NativeCollectives(
+            axis
+        ), "the parameters are not in the host's memory"  # NCCL's own collectives are right
+    board = connect(pairwise)
+    if isinstance(board, str):
+        return pairwise, board
+    return HostCollectives(board, axis), "the ranks share the memory of one host"
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero import torch_compat
 from hf_zero.comm.exchange import named
+from hf_zero.comm.store import Notes
 from hf_zero.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class Watch:
     """
 
     def __init__(self, group: str, ranks: Sequence[int], own: int, device: torch.device) -> None:
-        self._group, self._ranks, self._own, self._device = group, ranks, own, device
+        self._notes = Notes(f"watch {group}")
+        self._ranks, self._own, self._device = ranks, own, device
         self._marks: deque[_Mark] = deque()
         self._passed_at = 0.0  # when the mark before the first was seen to have passed
         self._written: str | None = None
@@ -99,30 +100,24 @@ class Watch:
         if what == self._written:
             return
         with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
-            store, key = torch_compat.program_store(), self._key(self._own)
             if what is None:
-                store.delete_key(key)
+                self._notes.remove(self._own)
             else:
-                store.set(key, what)
+                self._notes.write(self._own, what)
         self._written = what
 
     def _error_of(self, mark: _Mark) -> CollectiveError:
         what, cause, absent = _without_number(mark.what), "timed out on the device", list[int]()
         try:
-            store = torch_compat.program_store()
             for rank in self._ranks:
-                is_there = rank == self._own or store.check([self._key(rank)])
-                theirs = what if rank == self._own or not is_there else store.get(self._key(rank)).decode()
-                if not is_there or theirs != what:
-                    absent.append(rank)
+                theirs = what if rank == self._own else self._notes.read(rank)
                 if theirs != what:
+                    absent.append(rank)
+                if theirs not in (what, None):
                     cause += f"; rank {rank} waits in {theirs}"
         except RuntimeError as error:
             cause += f"; the others cannot be asked: {error}"
         return named(RuntimeError(cause), mark.what, absent or None, mark.timeout_s)
-
-    def _key(self, rank: int) -> str:
-        return f"hf_zero watch {self._group} {rank}"
 
 
 def _without_number(what: str) -> str:

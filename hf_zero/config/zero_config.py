@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 COLLECTIVES_VARIABLE = "HF_ZERO_COLLECTIVES"
-"""Environment variable: what `collectives: auto` stands for, instead of measuring."""
+"""Environment variable: what `collectives: auto` stands for, instead of its rule."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class ZeroConfig:
         gradient_reduction: whether gradients are averaged or summed over the ranks.
         broadcast_buffers: whether buffers become those of rank 0 after each backward that exchanges; as under DDP.
         collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
-            ranks swaps what the other needs), "host" (ranks of a host share memory, hosts swap pairwise; CPU only). "auto"
-            takes the fastest on gloo, measured once when training starts, and "native" elsewhere.
+            ranks swaps what the other needs), "host" (ranks of one host share memory; CPU only). "auto" takes "host" where
+            all ranks can share memory, else "pairwise" on gloo, and "native" on a device.
         timeout_s: seconds after which one exchange counts as failed.
         reduce_scatter: how each rank gets the sum of its own rows of a gradient. True reduce-scatters, False all-reduces
             whole gradients and keeps the rank's rows, "to_owner" reduces each rank's rows to it, with one reduce per rank.

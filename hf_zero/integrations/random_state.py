@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 
 import numpy
 import torch
 
+from hf_zero.comm.together import share
 from hf_zero.engine.ranks.world import World
 
 
@@ -22,13 +22,7 @@ def share_random_state(world: World) -> None:
     states = [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
     if world.device.type != "cpu":
         states.append(torch.get_device_module(world.device).get_rng_state())
-    data = pickle.dumps(states)
-    lengths = world.tensor.agree([len(data)], "random states")
-    text = torch.empty(lengths[0][0], dtype=torch.uint8, device="cpu")
-    if world.tensor.rank == 0:
-        text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    world.tensor.broadcast(text, 0, "random states")
-    found = pickle.loads(text.numpy().tobytes())
+    found = share(world.tensor, states, "random states")
     random.setstate(found[0])
     numpy.random.set_state(found[1])
     torch.set_rng_state(found[2])

@@ -50,9 +50,8 @@ class ModelStates:
 def model_states(engine: ZeroEngine) -> ModelStates:
     """Compute the sizes from the layout; nothing is measured or allocated."""
     policy, world = engine.world.config.policy, engine.world
-    num_sharing = world.shards.num_sharing
-    parameters = gradients = optimizer = sharded = reduced_rows = 0
-    gathered = reduced = 0.0
+    parameters = gradients = optimizer = sharded = reduced_rows = gathered = 0
+    reduced = 0.0
     shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
     gathered_twice = {id(p) for unit in engine.units if _is_gathered_twice(engine, unit) for p in unit.parameters}
     for p in engine.parameters:
@@ -62,19 +61,15 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         # Where this holds, the rows lie inside the whole copy.
         shares = p.is_sharded and not _casts(p) and world.config.wire.gather == "float32" and not p.layout.dim
         parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
-        parameters += p.whole_nbytes // (num_sharing if id(p) in shared else 1) if has_copy else 0
+        parameters += p.whole_nbytes // (world.num_shards if id(p) in shared else 1) if has_copy else 0
         if p.is_sharded and not stays_whole:
             gathered += _gathered_bytes(p, world)
             near, part = world.nearby.num_ranks, p.whole_nbytes // world.nearby.num_ranks
             parameters += part if near > 1 else 0  # the second copy
             if id(p) in gathered_twice:
                 gathered += part * (near - 1) if near > 1 else _gathered_bytes(p, world)
-        elif p.is_sharded and p.param.requires_grad:  # what has changed, from those who do not share the memory
-            gathered += (
-                _gathered_bytes(p, world)
-                if num_sharing == 1
-                else p.whole_nbytes * (1 / num_sharing - 1 / world.num_shards)
-            )
+        elif p.is_sharded and p.param.requires_grad and id(p) not in shared:  # what has changed
+            gathered += _gathered_bytes(p, world)
         sharded += own * p.param.dtype.itemsize if p.is_sharded and not stays_whole else 0
         if not p.param.requires_grad:
             continue
@@ -107,13 +102,8 @@ def _reduced_bytes(p: ZeroParameter, world: World) -> float:
     if world.config.wire.reduce != "float32":
         rows = wire.bytes_of(world.config.wire.reduce, given_dtype(p, world), p.layout, p.local_numel)
         return between + rows * (world.num_shards - 1)
-    num_sharing = world.shards.num_sharing
-    if world.config.reduce_scatter == "to_owner" or num_sharing in (1, world.num_shards):
-        others = (world.num_shards - 1) / world.num_shards
-        return between + p.layout.numel * sent_dtype(p, world).itemsize * others
-    num_hosts = world.num_shards / num_sharing
-    in_host = (num_sharing - 1) * num_hosts * given_dtype(p, world).itemsize
-    return p.layout.numel / world.num_shards * (in_host + (num_hosts - 1) * sent_dtype(p, world).itemsize) + between
+    others = (world.num_shards - 1) / world.num_shards
+    return between + p.layout.numel * sent_dtype(p, world).itemsize * others
 
 
 def _all_reduced_bytes(numel: int, p: ZeroParameter, world: World, num_ranks: int) -> float:
@@ -138,8 +128,6 @@ def summary(engine: ZeroEngine) -> str:
     trainable = sum(p.param.numel() for p in engine.parameters if p.param.requires_grad)
     collectives = world.shards
     exchange = "none (one process)" if world.num_ranks == 1 else f"{collectives.name} on {collectives.backend}"
-    if 1 < collectives.num_sharing < collectives.num_ranks:
-        exchange += f", hosts of {collectives.num_sharing} ranks"
     if collectives.reason:
         exchange += f" ({collectives.reason})"
     if world.num_ranks > 1 and config.reduce_scatter is not True:

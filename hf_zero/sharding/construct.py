@@ -144,9 +144,7 @@ def shared_rng(world: World) -> Iterator[None]:
     kind = world.device.type
     if kind != "cpu":
         own[kind] = torch.get_device_module(kind).get_rng_state()
-    shared = {kind: state.clone() for kind, state in own.items()}
-    for kind, state in shared.items():
-        world.broadcast(state, f"random state of {kind}")
+    shared = world.share(own, "random states")
     _set_rng(shared)
     try:
         yield

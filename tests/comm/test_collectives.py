@@ -5,7 +5,6 @@ import datetime
 import itertools
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm import measure as measuring
-from hf_zero.comm import select
+from hf_zero.comm import axes, select
 from hf_zero.comm.collectives import Collectives, Rows, in_messages
 from hf_zero.comm.exchange import Exchange, Work
 from hf_zero.comm.groups import cells_of
+from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
 from hf_zero.comm.pairwise import _PART_NUMEL
 from hf_zero.comm.select import make_collectives
+from hf_zero.config.zero_config import COLLECTIVES_VARIABLE, ZeroConfig
 from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.layout import RowLayout
 from tests.ranks import RankFailure, on_ranks, run_alone, run_ranks
@@ -352,7 +352,7 @@ def _leave() -> None:
 def test_rank_that_is_gone_is_named_at_once() -> None:
     left, right = run_ranks(_leave, 2, expect_failure=True, timeout_s=15.0)
     assert isinstance(left, RankFailure) and left.type_name == "CollectiveError"
-    assert "lost rank 1 in gather of 'unit'" in left.buffer
+    assert "lost rank 1 in gather of 'unit'" in left.message
     assert isinstance(right, RankFailure) and right.type_name == "ValueError"
 
 
@@ -383,50 +383,55 @@ def test_agree_names_what_each_rank_was_at(labels: list[str], counts: list[int])
         assert f"rank {peer} is at {labels[peer]!r} ({counts[peer]} values)" in buffer
 
 
-def _chosen() -> list[tuple[str, str]]:
-    found = []
-    for _ in range(2):
-        made = make_collectives("auto", [rank for (rank,) in cells_of(None, 1)[0]], torch.device("cpu"), 20.0, Ledger())
-        assert "gather" not in made.ledger.kinds()
-        found.append((made.name, made.reason))
-    return found
+def _chosen(choice: str, hosts: list[int]) -> tuple[str, str, list[str], int]:
+    """What is made of ranks that take themselves for ones of these hosts, why, what is said, and what it has exchanged."""
+    said: list[str] = []
+    with (
+        mock.patch.object(host_memory, "host_number", lambda: hosts[dist.get_rank()]),
+        mock.patch.object(select.logger, "warning", lambda text, *words: said.append(text % words)),
+    ):
+        made = make_collectives(choice, range(len(hosts)), torch.device("cpu"), 20.0, Ledger())
+    assert set(made.ledger.kinds()) == {"agree"}
+    return made.name, made.reason, said, made.sequence_hash
 
 
-def test_auto_measures_once_and_decides_alike_on_every_rank() -> None:
-    first, second = run_ranks(_chosen, 2)
-    assert first == second and first[0] == first[1]
-    name, reason = first[0]
-    assert reason.startswith("auto; ms for 1 MiB: ") and f"MiB: {name} " in reason
-    assert all(each in reason for each in ("host", "pairwise", "native"))
+def test_auto_takes_the_memory_of_a_host_where_all_ranks_are_on_it_and_measures_nothing() -> None:
+    reason = "auto: the ranks share the memory of one host"
+    assert run_ranks(_chosen, 2, "auto", [0, 0]) == [("host", reason, [], 0)] * 2
 
 
-@pytest.mark.parametrize(
-    ("small", "large", "reason"),
-    [
-        ((1, 2, 2.1), (9, 8), "auto; ms for 1 MiB: a 1.0, b 2.0, c 2.1; ms for 8 MiB: b 8.0, a 9.0"),
-        ((3, 1, 3), (), "auto; ms for 1 MiB: b 1.0, a 3.0, c 3.0"),
-    ],
-)
-def test_auto_leaves_out_of_large_units_what_small_ones_leave_far_behind(
-    small: tuple[float, ...], large: tuple[float, ...], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    candidates = [SimpleNamespace(name=name, ledger=Ledger()) for name in "abc"]
-    milliseconds = iter([*small, *large])
-
-    def measure(candidate: object, num_bytes: int) -> measuring.Timing:
-        return measuring.Timing(num_bytes, 0.0, next(milliseconds) / 1e3)
-
-    monkeypatch.setattr(measuring, "measure", measure)
-    assert measuring._compare(candidates) == ("b", reason)  # type: ignore[arg-type]
-    assert next(milliseconds, None) is None
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1]])
+def test_ranks_of_several_hosts_exchange_pairwise(hosts: list[int]) -> None:
+    reason = "the ranks are on several hosts"
+    found = run_ranks(_chosen, len(hosts), "auto", hosts)
+    assert found == [("pairwise", f"auto: {reason}", [], 0)] * len(hosts)
+    said = [f"collectives: host cannot be had here, but pairwise: {reason}"]
+    assert run_ranks(_chosen, len(hosts), "host", hosts) == [("pairwise", "", said, 0)] * len(hosts)
 
 
-def test_auto_takes_native_only_where_it_is_clearly_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    candidates = [SimpleNamespace(name=name, ledger=Ledger()) for name in ("pairwise", "native")]
-    for native, chosen in ((0.9, "pairwise"), (0.7, "native")):
-        seconds = {"pairwise": 1.0, "native": native}
-        monkeypatch.setattr(measuring, "measure", lambda each, n, s=seconds: measuring.Timing(n, 0.0, s[each.name]))
-        assert measuring._compare(candidates)[0] == chosen  # type: ignore[arg-type]
+def _in_replicas(choice: str) -> tuple[str, str, list[str]]:
+    """Two ranks that cut parameters on one host, and two on a host each."""
+    said: list[str] = []
+    config = ZeroConfig(stage=3, replicate=2, collectives=choice)  # type: ignore[arg-type]
+    with (
+        mock.patch.object(host_memory, "host_number", lambda: [0, 0, 1, 2][dist.get_rank()]),
+        mock.patch.dict("os.environ", {COLLECTIVES_VARIABLE: ""}),
+        mock.patch.object(select.logger, "warning", lambda text, *words: said.append(text % words)),
+        mock.patch.object(axes.logger, "warning", lambda text, *words: said.append(text % words)),
+    ):
+        made = axes.Axes.connect(config, torch.device("cpu"), None, Ledger()).shards
+    return made.name, made.reason, said
+
+
+@pytest.mark.parametrize("choice", ["auto", "host"])
+def test_every_group_that_cuts_parameters_exchanges_in_the_same_way(choice: str) -> None:
+    for rank, (name, reason, said) in enumerate(run_ranks(_in_replicas, 4, choice)):
+        why = "the ranks are on several hosts" if rank > 1 else axes._NOT_ALL_SHARE
+        assert name == "pairwise"
+        if choice == "auto":
+            assert (reason, said) == (f"auto: {why}", [])
+        else:
+            assert (reason, said) == ("", [f"collectives: host cannot be had here, but pairwise: {why}"])
 
 
 def _other_choice() -> str:

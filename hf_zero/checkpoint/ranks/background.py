@@ -12,7 +12,8 @@ import torch
 
 from hf_zero import torch_compat
 from hf_zero.checkpoint.files.tensor_file import Source
-from hf_zero.engine.ranks.world import World, described
+from hf_zero.comm.together import described
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -14,14 +14,16 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero import torch_compat
+from hf_zero.comm.store import Notes
+from hf_zero.comm.together import described
 from hf_zero.engine.engine import live_engines
-from hf_zero.engine.ranks.world import World, described
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
 
 _calls: Counter[str] = Counter()  # by place, on this rank
 _POLL_S = 0.02
 _BEGUN, _DONE = "begun", "done"
+_LATEST = "latest"  # the key of the number of rank 0's last call, beside those of the calls
 
 
 def world_of_whole(model: nn.Module) -> World | None:
@@ -48,28 +50,27 @@ def save_on_first(world: World, place: str, save: Callable[[], Any], limit_s: fl
         CollectiveError: on another rank, if rank 0 does not make the call.
     """
     _calls[place] += 1
-    number, store = _calls[place], torch_compat.program_store()
-    key, latest = f"hf_zero saving {place} {_calls[place]}", f"hf_zero saving {place}"
+    number, notes = _calls[place], Notes(f"saving {place}")
     if world.rank == 0:
-        store.set(key, _BEGUN)
-        store.set(latest, str(number))
+        notes.write(number, _BEGUN)
+        notes.write(_LATEST, str(number))
         try:
             save()
         except Exception as error:
             state = f"saving {place}: rank 0: {described(error, CheckpointError)}"
-            store.set(key, state)
+            notes.write(number, state)
             raise CheckpointError(state) from error
-        store.set(key, _DONE)
+        notes.write(number, _DONE)
         return
     started = time.monotonic()
-    while (state := store.get(key).decode() if store.check([key]) else "") in ("", _BEGUN):
-        if not state and store.check([latest]) and int(store.get(latest)) > number:
+    while (found := notes.read(number)) in (None, _BEGUN):
+        if not found and int(notes.read(_LATEST) or 0) > number:
             return  # rank 0 has saved there before this process group was made
-        if time.monotonic() > started + (limit_s if state else world.config.timeout_s):
+        if time.monotonic() > started + (limit_s if found else world.config.timeout_s):
             raise CollectiveError(
                 f"rank {world.rank} waited for rank 0 in save_pretrained to {place}: rank 0 "
-                f"{'has not finished writing' if state else 'has not made the call, and it is the one that writes'}"
+                f"{'has not finished writing' if found else 'has not made the call, and it is the one that writes'}"
             )
         time.sleep(_POLL_S)
-    if state != _DONE:
-        raise CheckpointError(state)
+    if found != _DONE:
+        raise CheckpointError(found)

@@ -2,5 +2,5 @@
 
 - `memory`: what the operating system provides: anonymous shared memory, and reading a peer's pages.
 - `board`: one shared board per rank, on which ranks tell each other how far they are.
-- `one_host`: `collectives: host` if all ranks are on one host; `many_hosts`: if they are on several.
+- `one_host`: `collectives: host`.
 """

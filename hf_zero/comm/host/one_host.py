@@ -32,8 +32,7 @@ _REASONS = (
     "a rank cannot open the others' shared memory (they are isolated from each other)",
     "a rank may not read the others' memory (the system call process_vm_readv is forbidden)",
     "a rank cannot see whether the others live (the system call pidfd_open is missing or forbidden)",
-    "every host has one rank only",
-    "hosts have different numbers of ranks",
+    "the ranks are on several hosts",
 )
 
 
@@ -46,44 +45,45 @@ class _Shared:
     end: int
 
 
-class HostMemory(Collectives):
-    """What exchanges through the memory of a host have in common, whether all ranks are on it or not.
+class HostCollectives(Collectives):
+    """Ranks of one host that share its memory.
 
-    Whole parameters exist once per host, and each rank's rows are its part of them. See [Note: lanes] for how the ranks of a
-    host follow each other's progress.
+    Whole parameters exist once, and each rank's rows are its part of them. So a gather of shared memory moves nothing; it only
+    waits until every owner has posted it. A reduce-scatter reads the peers' gradients where autograd wrote them, a piece at a
+    time, and adds them in rank order. See [Note: lanes] for how the ranks follow each other's progress.
 
     Args:
-        board: of the ranks of this host.
-        axis: the ranks; all of them, not only this host's.
+        board: of the ranks.
+        axis: the ranks.
     """
 
     name = "host"
+    shares_memory = True
+    sends_rows_as_given = True
 
     def __init__(self, board: Board, axis: Axis) -> None:
         super().__init__(axis)
         self._board = board
-        self._mates = sorted(board.pid_of)  # the ranks of this host
-        self.num_sharing = len(self._mates)
         self._shared: list[_Shared] = []
         self._scratch: list[Tensor] = []
 
     def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
         """See `Collectives.allocate`."""
-        problem, memory, handle, leader = "", None, (0, 0), self._mates[0]
-        if self.rank == leader:
+        problem, memory, handle = "", None, (0, 0)
+        if self.rank == 0:
             try:
                 descriptor, memory = host_memory.create(num_bytes)
                 handle = (os.getpid(), descriptor)
             except host_memory.PeerMemoryError as error:
                 problem = str(error)
-        pid, descriptor = self.agree(handle, f"shared memory of {label}")[leader]
-        if self.rank != leader and pid:
+        pid, descriptor = self.agree(handle, f"shared memory of {label}")[0]
+        if self.rank and pid:
             try:
                 memory = host_memory.attach(pid, descriptor, num_bytes, writes=True)
             except host_memory.PeerMemoryError as error:
                 problem = str(error)
         failed = [rank for rank, (flag,) in enumerate(self.agree([int(memory is None)], label)) if flag]
-        if self.rank == leader and pid:
+        if self.rank == 0 and pid:
             os.close(descriptor)
         if memory is None or failed:
             raise CollectiveError(
@@ -111,7 +111,7 @@ class HostMemory(Collectives):
     def _sum_rows(
         self, items: Sequence[Rows], owner: int, outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
     ) -> None:
-        """Add up the rows of rank `owner` over the ranks of this host; `numbers` has the addresses of the peers' items."""
+        """Add up the rows of rank `owner` over all ranks; `numbers` has the addresses of the peers' items."""
         for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
             addresses = {peer: values[index] for peer, values in numbers.items()}
             start, stop = item.layout.span(owner)
@@ -123,15 +123,15 @@ class HostMemory(Collectives):
                 divide([piece], divisor)
 
     def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
-        """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of the tensors of this host's ranks."""
+        """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of every rank's tensor."""
         if not self._scratch:  # two buffers, because the first two terms may both be peers'
             self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
         terms = []
-        for place, rank in enumerate(self._mates):
+        for rank in range(self.num_ranks):
             if rank == self.rank:
                 terms.append(flat[first:last])
             else:
-                memory = self._scratch[place % 2]
+                memory = self._scratch[rank % 2]
                 term = memory[: (last - first) * flat.itemsize].view(flat.dtype)
                 source = addresses[rank] + first * flat.itemsize
                 host_memory.read(self._board.pid_of[rank], source, term.data_ptr(), term.nbytes)
@@ -139,16 +139,6 @@ class HostMemory(Collectives):
             if len(terms) == 2:
                 left, right = terms
                 terms = [add(left, right, output)]
-
-
-class HostCollectives(HostMemory):
-    """Ranks that are all on one host.
-
-    A gather of shared memory moves nothing; it only waits until every owner has posted it. A reduce-scatter reads the peers'
-    gradients where autograd wrote them, a piece at a time, and adds them in rank order.
-    """
-
-    sends_rows_as_given = True
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
@@ -233,14 +223,14 @@ class _HostExchange(Exchange):
         self._is_done = True
 
 
-def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
-    """Map the boards of all ranks of this host, or say why that is impossible; the result is the same on every rank.
+def connect(meeting: Collectives) -> Board | str:
+    """Map the boards of all ranks, or say why that is impossible; the result is the same on every rank.
 
     Args:
         meeting: the same ranks, over the network.
 
     Returns:
-        The board, and the ranks of each host, the same number on each; or the reason.
+        The board, or the reason.
     """
     code = 0 if host_memory.is_supported() else 1
     if meeting.device.type != "cpu":
@@ -255,39 +245,47 @@ def connect(meeting: Collectives) -> tuple[Board, list[list[int]]] | str:
             code = 3
     facts = [host_memory.host_number(), code, os.getpid(), descriptor, token, probe.buffer_info()[0], probe[0]]
     rows = meeting.agree([*facts, os.getppid()], "the memory of the host")
-    parents = {row[2]: row[7] for row in rows if row[0] == facts[0]}
-    reader = host_memory.reader_of(os.getpid(), parents)
-    if reader is not None:
-        host_memory.let_read(reader)
-    meeting.agree([0], "leave to read memory")
-    numbers = [row[0] for row in rows]
-    hosts = [[rank for rank, other in enumerate(numbers) if other == number] for number in dict.fromkeys(numbers)]
-    code = max(row[1] for row in rows) or _shape_problem(hosts)
-    peers = {}
-    for rank, (number, _, pid, peers_descriptor, expected, address, value, _) in enumerate(rows):
-        if code or rank == meeting.rank or number != numbers[meeting.rank]:
-            continue
-        try:
-            memory = host_memory.attach(pid, peers_descriptor, BOARD_BYTES, writes=False)
-            code = 0 if memoryview(memory).cast("q")[0] == expected else 3
-            peers[rank] = (pid, memory)
-        except host_memory.PeerMemoryError:
-            code = 3
-        code = code or _probe(pid, address, value)
+    # Pids and addresses mean something on one host only, so nothing is opened before this is known.
+    code = max(row[1] for row in rows) or (6 if len({row[0] for row in rows}) > 1 else 0)
     board = None
     if not code and own is not None:
-        try:
-            board = Board(meeting.rank, own, peers, meeting.ranks)
-        except OSError:
-            code = 5
-    code = max(code for (code,) in meeting.agree([code], "reading the memory of the host"))
+        reader = host_memory.reader_of(os.getpid(), {row[2]: row[7] for row in rows})
+        if reader is not None:
+            host_memory.let_read(reader)
+        meeting.agree([0], "leave to read memory")
+        board = _board_of(meeting, own, rows)
+        code = max(
+            code
+            for (code,) in meeting.agree([board if isinstance(board, int) else 0], "reading the memory of the host")
+        )
     if descriptor >= 0:
         os.close(descriptor)
-    if code or board is None:
+    if not isinstance(board, Board) or code:
         return _REASONS[code]
     _count_readers(1)
     weakref.finalize(board, _count_readers, -1)
-    return board, hosts
+    return board
+
+
+def _board_of(meeting: Collectives, own: mmap.mmap, rows: Sequence[Sequence[int]]) -> Board | int:
+    """The board, with every peer's one mapped and its memory read once; or why not, as an index into `_REASONS`."""
+    peers = {}
+    for rank, (_, _, pid, descriptor, token, address, value, _) in enumerate(rows):
+        if rank == meeting.rank:
+            continue
+        try:
+            memory = host_memory.attach(pid, descriptor, BOARD_BYTES, writes=False)
+        except host_memory.PeerMemoryError:
+            return 3
+        if memoryview(memory).cast("q")[0] != token:
+            return 3
+        if code := _probe(pid, address, value):
+            return code
+        peers[rank] = (pid, memory)
+    try:
+        return Board(meeting.rank, own, peers, meeting.ranks)
+    except OSError:
+        return 5
 
 
 _readers = 0
@@ -299,12 +297,6 @@ def _count_readers(change: int) -> None:
     _readers += change
     if _readers == 0:
         host_memory.let_read(0)
-
-
-def _shape_problem(hosts: list[list[int]]) -> int:
-    """0 if every host has the same number of ranks, and more than one; otherwise an index into `_REASONS`."""
-    sizes = {len(ranks) for ranks in hosts}
-    return 7 if len(sizes) > 1 else 6 if sizes == {1} else 0
 
 
 def _probe(pid: int, address: int, expected: int) -> int:

@@ -6,12 +6,11 @@ import dataclasses
 import itertools
 import math
 import os
-import pickle
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm import wire
+from hf_zero.comm import together, wire
 from hf_zero.comm.axes import Axes
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.groups import default_group
@@ -27,7 +26,7 @@ from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision
-from hf_zero.errors import CollectiveError, UsageError, ZeroError
+from hf_zero.errors import UsageError, ZeroError
 from hf_zero.layout import Cut, RowLayout
 
 Result = TypeVar("Result")
@@ -253,69 +252,21 @@ class World(Axes):
 
     def share(self, value: Any, what: str) -> Any:
         """Rank 0's `value` on every rank, pickled; the others' values do not matter."""
-        data = bytearray(pickle.dumps(value)) if self.rank == 0 else bytearray()
-        lengths = self.everyone.agree([len(data)], what)
-        text = torch.frombuffer(data or bytearray(lengths[0][0]), dtype=torch.uint8)
-        self.broadcast(text, what)
-        return pickle.loads(text.numpy().tobytes())
+        return together.share(self.everyone, value, what)
 
     def collect(self, value: object, what: str) -> list[Any]:
         """Every rank's `value`, by rank, on rank 0 (an empty list on the others), pickled."""
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [length for (length,) in self.everyone.agree([len(own)], what)]
-        mail = self.everyone.mail("collect", what)
-        if self.rank:
-            mail.send(own, 0).wait()
-            return []
-        rooms = [own, *(own.new_empty(length) for length in lengths[1:])]
-        for arriving in [mail.receive(room, peer) for peer, room in enumerate(rooms) if peer]:
-            arriving.wait()
-        return [pickle.loads(room.numpy().tobytes()) for room in rooms]
+        return together.collect(self.everyone, value, what)
 
-    @contextmanager
-    def together(self, what: str, kind: type[ZeroError], timeout_s: float | None = None) -> Iterator[None]:
-        """An error in the block on any rank becomes an error on all: one that raised alone would look like a hang.
-
-        Args:
-            what: all ranks are doing, in the error.
-            kind: the error's class.
-            timeout_s: that the ranks wait for each other after the block; None: as for any exchange.
-
-        Raises:
-            CollectiveError: in the block, so that the others know already; or a rank did not come.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except Exception as caught:
-            error = caught
-        if timeout_s is not None:
-            self.meet(what, timeout_s)
-        words = b"" if error is None else described(error, kind).encode()
-        lengths = self.everyone.agree([len(words)], what)
-        longest = max(length for (length,) in lengths)
-        if longest:
-            rows = self.everyone.agree([*words, *bytes(longest - len(words))], what)
-            numbered = zip(self.everyone.ranks, rows, lengths, strict=True)
-            said = {rank: bytes(row[:length]).decode(errors="replace") for rank, row, (length,) in numbered}
-            texts = {text: rank for rank, text in reversed(said.items()) if text}
-            raise kind(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in texts.items())) from error
+    def together(
+        self, what: str, kind: type[ZeroError], timeout_s: float | None = None
+    ) -> AbstractContextManager[None]:
+        """An error in the block on any rank becomes an error on all; see `comm.together.together`."""
+        return together.together(self.everyone, what, kind, timeout_s)
 
     def from_first(self, work: Callable[[], Result], what: str, kind: type[ZeroError]) -> Result:
         """What `work()` returns on rank 0, or its error, on all ranks; see `together`."""
-        result = None
-        with self.together(what, kind):
-            if self.rank == 0:
-                result = work()
-        return cast(Result, self.share(result, what))
-
-
-def described(error: Exception, kind: type[ZeroError]) -> str:
-    """What an error says; with its class, unless that is `kind`, which is what the reader gets."""
-    said = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
-    return said or type(error).__name__
+        return together.from_first(self.everyone, work, what, kind)
 
 
 def world_of(param: DTensor) -> World | None:

@@ -177,7 +177,7 @@ class Unit:
         self._slots: dict[int, _Slot] = {}  # id(ZeroParameter) -> its place, once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.config.policy.shards_parameters
-        self.is_shared = world.shards.num_sharing > 1 and any(p.is_sharded for p in parameters)
+        self.is_shared = world.shards.shares_memory and any(p.is_sharded for p in parameters)
         if self.keeps_whole or self.is_shared:
             self._move_in()
 

@@ -45,7 +45,7 @@ from tests.models import CASES, LENGTH, VOCAB, make_model
 from tests.ranks import run_alone, run_ranks
 
 Values = dict[str, Any]
-COLLECTIVES = "pairwise"  # "auto" would measure anew for every TrainingArguments
+COLLECTIVES = "pairwise"  # alike on every machine, whether its processes can share memory or not
 
 
 # ---- data, models, arguments ----------------------------------------------------------------------------------------
