@@ -23,7 +23,8 @@ from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import forget_owner, set_owner
 from hf_zero.engine.parameters.quantised import as_shown, is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.parameters.tensor_axis import SameInputs, Seen
+from hf_zero.engine.parameters.tensor_axis import Seen
+from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering

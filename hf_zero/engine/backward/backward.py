@@ -17,8 +17,8 @@ from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.parameters.tensor_axis import SameGradients
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
+from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry, check_not_outdated
 from hf_zero.engine.units.gathering import Gathering

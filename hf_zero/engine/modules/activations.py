@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.config.activations import Activations
-from hf_zero.engine.parameters.tensor_axis import checksum
+from hf_zero.engine.ranks.alike import checksum
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.layout import RowLayout
