@@ -33,10 +33,9 @@ from hf_zero.engine.units.reading import (
     Read,
     ReadableParameters,
     in_graph,
-    is_function_running,
-    is_running,
     tensors_in,
 )
+from hf_zero.engine.units.under_way import calls_of, is_function_running
 from hf_zero.engine.units.unit import GatheredMemory, Unit
 from hf_zero.errors import PartitionError, UsageError
 
@@ -228,8 +227,8 @@ class ZeroEngine:
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._roots and self.gathering.has_nothing_to_do():
             return None
-        if self._roots and is_running(self._roots[0]) < self._roots.count(self._roots[0]) + (module is self._roots[0]):
-            self._abandon_forward()  # see `settle`
+        if self._roots and not self._is_forward_alive(module):
+            self._abandon_forward()
         self._thread = threading.get_ident()
         self._roots.append(module)
         if len(self._roots) > 1 or torch_compat.in_backward():
@@ -257,6 +256,12 @@ class ZeroEngine:
         kind = "forward" if torch.is_grad_enabled() else "inference"
         self.gathering.schedule.begin(kind if module is model else f"{kind} of {id(module)}")
         return None
+
+    def _is_forward_alive(self, entering: nn.Module) -> bool:
+        """Whether the forward that the hooks have counted still runs; `entering` has been called, and is not counted yet."""
+        outermost = self._roots[0]
+        is_own_call = entering is outermost and self._thread == threading.get_ident()
+        return calls_of(outermost, self._thread) >= self._roots.count(outermost) + is_own_call
 
     def _start_anew(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The model has other parameters than before: partition them, and run this forward under a new engine."""
@@ -336,7 +341,7 @@ class ZeroEngine:
 
     def settle(self) -> None:
         """Put everything at rest, if a forward was under way that Ctrl-C has ended: torch does not run its hooks then."""
-        if self._roots and self._thread == threading.get_ident() and not is_running(self._roots[0]):
+        if self._roots and self._thread == threading.get_ident() and not calls_of(self._roots[0]):
             self._abandon_forward()
 
     def whole_at_rest(self, param: Tensor) -> Tensor:

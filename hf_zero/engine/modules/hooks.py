@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.units.call import Call, Entry
-from hf_zero.engine.units.reading import connected, is_running, replace_tensors, tensors_in
+from hf_zero.engine.units.reading import connected, replace_tensors, tensors_in
 from hf_zero.engine.units.saved import SavedWeights
+from hf_zero.engine.units.under_way import calls_of
 from hf_zero.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class ModuleHooks:
             return None  # the root's hook has made a new engine in this call, and torch calls old hooks without kwargs
         if backward is not None and not entry.stack and backward.gathering.has_nothing_to_do():
             return None
-        if entry.stack and entry.backward_call is None and is_running(module) <= len(entry.stack):
+        if entry.stack and entry.backward_call is None and calls_of(module) <= len(entry.stack):
             entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
         is_inside = entry.backward_call is not None or bool(entry.stack)
         entry.stack.append(None)  # before anything can raise: the forward hook pops it in any case

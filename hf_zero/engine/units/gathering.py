@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -14,8 +15,8 @@ from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
-from hf_zero.engine.units.reading import is_method_running
 from hf_zero.engine.units.schedule import GatherSchedule, first_uses
+from hf_zero.engine.units.under_way import is_method_running
 from hf_zero.engine.units.unit import GatheredMemory, Lease, Residency, Unit
 from hf_zero.errors import UsageError
 
@@ -53,7 +54,8 @@ class Gathering:
         self._world = world
         self._parameters = parameters
         self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
-        self._stepping: object = None  # the optimizer whose step is under way
+        self._stepping: object = None  # the optimizer whose step is under way, and its thread
+        self._stepping_on = 0
         self._has_read = False  # since ranks last met before a change of parameters
 
     # --- gathers and releases -----------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class Gathering:
     def before_step(self, optimizer: object) -> None:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
         self._before_write("the optimizer's step")
-        self._stepping = optimizer
+        self._stepping, self._stepping_on = optimizer, threading.get_ident()
 
     def before_edit(self, p: ZeroParameter) -> None:
         """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
@@ -241,8 +243,9 @@ class Gathering:
 
     def flush_edits(self) -> None:
         """Let what was edited by hand be gathered again."""
-        if self._stepping is not None and not is_method_running(self._stepping):
-            self._edited.update(dict.fromkeys(self._parameters))  # a step that raised may have changed any of them
+        # Torch calls no post-hook of a step that raised, which may have changed any parameter: see [Note: under way].
+        if self._stepping is not None and not is_method_running(self._stepping, self._stepping_on):
+            self._edited.update(dict.fromkeys(self._parameters))
             self._stepping = None
         if self._edited:
             self.on_rows_changed(list(self._edited))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
@@ -145,39 +144,6 @@ def connected(p: ZeroParameter) -> Tensor | None:
     param = p.param
     is_hooked = bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
     return None if is_hooked or not param.requires_grad else param
-
-
-def is_running(module: nn.Module) -> int:
-    """How many calls of `module` are under way on this thread.
-
-    Torch does not call a module's forward hooks after a `KeyboardInterrupt`, so what they count can be wrong.
-    """
-    count, frame = 0, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            count += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return count
-
-
-def is_method_running(owner: object) -> bool:
-    """Whether a method of `owner` is under way on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_locals.get("self") is owner and frame.f_code.co_name != "before_step":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def is_function_running(name: str) -> bool:
-    """Whether a function of that name is under way on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == name:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def tensors_in(output: Any, depth: int = 3) -> Iterator[Tensor]:

@@ -1,0 +1,38 @@
+"""What is under way on a thread: calls of a module, methods of an object, functions. The one place that looks at frames.
+
+[Note: under way] Flags that hooks set and clear come first, and do not suffice: torch calls a module's forward hooks after an
+`Exception` but not after a `KeyboardInterrupt`, and no post-hook of an optimizer's step that has raised. So at the next event
+what the hooks have counted is held against the frames of the thread on which they counted it. That thread has to be named: on a
+GPU autograd runs a backward on a thread of its own, while the one that called `step(closure)` waits inside the closure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from torch import nn
+
+
+def _frames(thread: int | None) -> Iterator[FrameType]:
+    """The frames of a thread, the innermost first; None: of this one. None at all of a thread that has ended."""
+    frame = sys._getframe(2) if thread is None else sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def calls_of(module: nn.Module, thread: int | None = None) -> int:
+    """How many calls of `module` are under way on a thread."""
+    return sum(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in _frames(thread))
+
+
+def is_method_running(owner: object, thread: int) -> bool:
+    """Whether a method of `owner` is under way on a thread."""
+    return any(frame.f_locals.get("self") is owner for frame in _frames(thread))
+
+
+def is_function_running(name: str) -> bool:
+    """Whether a function of that name is under way on this thread."""
+    return any(frame.f_code.co_name == name for frame in _frames(None))
