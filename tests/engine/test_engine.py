@@ -30,7 +30,7 @@ def test_two_models_train_apart_and_through_each_other(stage: int) -> None:
     for left, right in ((first.model, second.model), (first.reference, second.reference)):
         ranks = range(2) if left is first.reference else [first.rank]
         for rank in ranks:
-            (right(left(batch(rank, 7))).pow(2).mean() / len(ranks)).backward()
+            (right(left(batch(7, rank))).pow(2).mean() / len(ranks)).backward()
     first.update()
     second.update()
 
@@ -39,7 +39,7 @@ def test_two_models_train_apart_and_through_each_other(stage: int) -> None:
 @on_ranks(2)
 def test_evaluation_before_and_between_steps(stage: int) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
-        twins, x = Twins(stage), batch(0, 99)
+        twins, x = Twins(stage), batch(99, 0)
         for _ in range(2):
             with mode():
                 torch.testing.assert_close(twins.model(x), twins.reference(x))
@@ -55,12 +55,12 @@ def test_evaluation_before_and_between_steps(stage: int) -> None:
 def test_several_forwards_before_one_backward(stage: int) -> None:
     twins = Twins(stage)
     for _ in range(2):
-        losses = [square_loss(twins.model, batch(twins.rank, 50 + i)) for i in range(3)]
+        losses = [square_loss(twins.model, batch(50 + i, twins.rank)) for i in range(3)]
         with torch.no_grad():
-            twins.model(batch(0, 1))
+            twins.model(batch(1, 0))
         sum(losses).backward()
         for rank in range(2):
-            (sum(square_loss(twins.reference, batch(rank, 50 + i)) for i in range(3)) / 2).backward()
+            (sum(square_loss(twins.reference, batch(50 + i, rank)) for i in range(3)) / 2).backward()
         twins.update()
 
 
@@ -72,7 +72,7 @@ def test_retain_graph_adds_both_backwards(stage: int) -> None:
         for model in (twins.model, twins.reference):
             ranks = range(2) if model is twins.reference else [twins.rank]
             for rank in ranks:
-                loss = square_loss(model, batch(rank, 3)) / len(ranks)
+                loss = square_loss(model, batch(3, rank)) / len(ranks)
                 loss.backward(retain_graph=True)
                 loss.backward()
         twins.update()
@@ -107,7 +107,7 @@ def test_gradient_of_inputs_alone_leaves_fresh_weights_to_the_next_step(stage: i
 @on_ranks(2)
 def test_backward_after_a_step_since_its_forward_raises(stage: int) -> None:
     twins = Twins(stage)
-    late = square_loss(twins.model, batch(0, 77))
+    late = square_loss(twins.model, batch(77, 0))
     twins.step()
     with pytest.raises(zero.UsageError, match="run the forward again"):
         late.backward()
@@ -123,17 +123,17 @@ def test_deep_copy_runs_and_trains_by_itself(stage: int) -> None:
     average = copy.deepcopy(twins.model)
     expected = copy.deepcopy(twins.reference)
     assert_same(average, expected)
-    x = batch(0, 5)
+    x = batch(5, 0)
     for _ in range(2):
         with torch.no_grad():
             torch.testing.assert_close(average(x), expected(x))
         twins.step()
     assert_same(average, expected)
     optimizer = torch.optim.SGD(average.parameters(), lr=0.5)
-    square_loss(average, batch(twins.rank, 6)).backward()
+    square_loss(average, batch(6, twins.rank)).backward()
     optimizer.step()
     for rank in range(2):
-        (square_loss(expected, batch(rank, 6)) / 2).backward()
+        (square_loss(expected, batch(6, rank)) / 2).backward()
     torch.optim.SGD(expected.parameters(), lr=0.5).step()
     assert_same(average, expected)
     twins.step()
@@ -178,7 +178,7 @@ def test_deep_copy_as_a_moving_average_has_the_right_values(stage: int) -> None:
                     left.lerp_(right, 0.5)
         zero.mark_dirty(average)
         with torch.no_grad():
-            torch.testing.assert_close(average(batch(0, 1)), expected(batch(0, 1)))
+            torch.testing.assert_close(average(batch(1, 0)), expected(batch(1, 0)))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -145,7 +145,7 @@ def _lora_llama() -> nn.Module:
     return model
 
 
-def _tokens(rank: int, step: int) -> Tensor:
+def _tokens(step: int, rank: int) -> Tensor:
     return torch.randint(0, 33, (2, 7), generator=torch.Generator().manual_seed(100 * step + rank))
 
 

@@ -195,7 +195,7 @@ def _accumulate(twins: Twins, order: str, between: Callable[[nn.Module], None] |
             twins.loss(twins.model, twins.own()).backward()
         for rank, own in enumerate(sums):
             twins.reference.zero_grad()
-            twins.loss(twins.reference, twins.draw(rank, twins.steps_done)).backward()
+            twins.loss(twins.reference, twins.draw(twins.steps_done, rank)).backward()
             for total, param in zip(own, twins.reference.parameters(), strict=True):
                 total.add_(param.grad)
         if letter == "s":
@@ -423,9 +423,9 @@ def _train_penalised(stage: int, **config: Any) -> None:
     twins.step(2)
     for micro in range(2):  # and while gradients are kept
         with twins.model.no_sync() if micro == 0 else contextlib.nullcontext():
-            _penalised(twins.model, batch(twins.rank, 50 + micro).double()).backward()
+            _penalised(twins.model, batch(50 + micro, twins.rank).double()).backward()
         for rank in range(twins.num_ranks):
-            (_penalised(twins.reference, batch(rank, 50 + micro).double()) / twins.num_ranks).backward()
+            (_penalised(twins.reference, batch(50 + micro, rank).double()) / twins.num_ranks).backward()
     twins.update()
     weight = twins.model.head.weight
     large = torch.outer(*[twins.model.enter.weight.full_tensor().flatten().repeat(5)] * 2).sum()
@@ -844,9 +844,9 @@ def test_gradients_under_no_sync_are_cleared_by_fused_optimizers() -> None:
 # ---- the default device ----------------------------------------------------------------------------------------------
 
 
-def _on_host(rank: int, step: int) -> Tensor:
+def _on_host(step: int, rank: int) -> Tensor:
     with torch.device("cpu"):
-        return batch(rank, step)
+        return batch(step, rank)
 
 
 def _net_on_host() -> nn.Module:

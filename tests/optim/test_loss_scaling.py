@@ -49,7 +49,7 @@ def make_net() -> nn.Module:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    loss = model(batch(rank, step).half()).float().pow(2).mean()
+    loss = model(batch(step, rank).half()).float().pow(2).mean()
     ranks = INJECTED.get(step, ())
     return loss * float("inf") if ranks is None or rank in ranks else loss
 

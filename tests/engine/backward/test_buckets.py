@@ -70,13 +70,13 @@ def _chosen_loss(model: nn.Module, own: Chosen) -> Tensor:
     return model(*own).pow(2).mean()
 
 
-def _draw_choice(rank: int, step: int) -> Chosen:
-    return batch(rank, step), ((rank + step // 2) % 3 if step < 6 else step % 2,)
+def _draw_choice(step: int, rank: int) -> Chosen:
+    return batch(step, rank), ((rank + step // 2) % 3 if step < 6 else step % 2,)
 
 
-def _draw_crossing(rank: int, step: int) -> Chosen:
+def _draw_crossing(step: int, rank: int) -> Chosen:
     """Rank 0 has used the last bucket and not the next, the others the next ones and not the last."""
-    return batch(rank, step), (0, 1, 3) if step < 2 else (2, 3) if rank == 0 else (0, 1)
+    return batch(step, rank), (0, 1, 3) if step < 2 else (2, 3) if rank == 0 else (0, 1)
 
 
 def _train(kind: str) -> None:
@@ -145,18 +145,18 @@ def _halve() -> None:
     twins = Twins(make=TiedAlone, **_SMALL)
     twins.model.times = 1
     for step in range(2):  # in a bucket, until it has a hook
-        twins.loss(twins.model, batch(twins.rank, step)).backward()
+        twins.loss(twins.model, batch(step, twins.rank)).backward()
         twins.model.zero_grad()
     twins.model.times = 3
     twins.model.shared.weight.register_post_accumulate_grad_hook(halve)
     for step in range(3):
-        twins.loss(twins.model, batch(twins.rank, step)).backward()
+        twins.loss(twins.model, batch(step, twins.rank)).backward()
         alone = []
         for rank in range(twins.num_ranks):
             model = TiedAlone()
             model.load_state_dict(twins.reference.state_dict())
             model.shared.weight.register_post_accumulate_grad_hook(halve)
-            twins.loss(model, batch(rank, step)).backward()
+            twins.loss(model, batch(step, rank)).backward()
             alone.append(model.shared.weight.grad)
         torch.testing.assert_close(twins.model.shared.weight.grad, torch.stack(alone).mean(0))
         twins.model.zero_grad()

@@ -124,7 +124,7 @@ def _calls_differ(order: tuple[int, ...], prefetch_bytes: int) -> str:
         return str(error)
     for rank in range(2):
         twins.reference.order = orders[rank]
-        (square_loss(twins.reference, twins.draw(rank, twins.steps_done)) / 2).backward()
+        (square_loss(twins.reference, twins.draw(twins.steps_done, rank)) / 2).backward()
     twins.update()
     return "right"
 

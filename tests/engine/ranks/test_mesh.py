@@ -29,7 +29,7 @@ def _train_half(kind: str) -> None:
     """Train a model with this half of the ranks; the other half trains another one, and takes more steps."""
     half = dist.get_rank() // 2
     for stage in (1, 3):
-        twins = Twins(stage, draw=lambda rank, step: batch(10 * half + rank, step), mesh=_half(), collectives=kind)
+        twins = Twins(stage, draw=lambda step, rank: batch(step, 10 * half + rank), mesh=_half(), collectives=kind)
         assert (twins.engine.world.num_ranks, twins.rank) == (2, dist.get_rank() % 2)
         twins.step(2 + 3 * half)
         for p in twins.model.parameters():
@@ -157,7 +157,7 @@ def _save(folder: str) -> None:
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     for step in range(2):
-        accelerator.backward(square_loss(model, batch(accelerator.process_index, step)))
+        accelerator.backward(square_loss(model, batch(step, accelerator.process_index)))
         optimizer.step()
         optimizer.zero_grad()
     accelerator.save_state(folder)
@@ -170,7 +170,7 @@ def _load(folder: str, config: dict[str, Any], num_batches: int) -> list[torch.T
     accelerator.load_state(folder)
     share = num_batches // accelerator.num_processes
     for index in range(share):
-        loss = square_loss(model, batch(accelerator.process_index * share + index, 2)) / share
+        loss = square_loss(model, batch(2, accelerator.process_index * share + index)) / share
         with model.no_sync() if index < share - 1 else torch.enable_grad():
             accelerator.backward(loss)
     optimizer.step()
@@ -209,7 +209,7 @@ def test_accelerates_parallelism_config_is_the_mesh() -> None:
             accelerator.backward(square_loss(model, batch(dist.get_rank(), step)))
             norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
             for rank in range(4):
-                (square_loss(reference, batch(rank, step)) / 4).backward()
+                (square_loss(reference, batch(step, rank)) / 4).backward()
             expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
             torch.testing.assert_close(norm, expected)
             for each in (own, optimizer):

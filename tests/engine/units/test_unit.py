@@ -169,7 +169,7 @@ def _step_between(config: dict[str, Any]) -> None:
     """A graph that still holds leases when the optimizer steps must not keep old weights for the next forward."""
     twins = Twins(3, reshard_after_forward=False, **config)
     twins.step()
-    kept = twins.model(batch(0, 40))
+    kept = twins.model(batch(40, 0))
     twins.step(2)
     twins.assert_same_output()
     del kept
