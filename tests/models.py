@@ -75,9 +75,9 @@ def train(
         for index, rank in enumerate(own):
             is_last = index == len(own) - 1
             with contextlib.nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
-                found = loss(model, batch(step, rank)) / len(own)
-                found.backward()
-            losses.append(found.item() * len(own))
+                found = loss(model, batch(step, rank))
+                (found / len(own)).backward()
+            losses.append(found.item())
         if clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))

@@ -319,7 +319,7 @@ class _Body:
         environment = dict(os.environ)
         for number, turn in enumerate(test.turns):
             if number:
-                _begin_next_turn(environment)
+                next_turn(environment)
             try:
                 test.__wrapped__(**arguments, **turn)
             except BaseException as error:
@@ -327,11 +327,12 @@ class _Body:
                 raise
 
 
-def _begin_next_turn(environment: dict[str, str]) -> None:
+def next_turn(environment: dict[str, str] | None = None) -> None:
+    """Between the turns of a job, which `on_ranks` and `alone` make: seeds and settings become those of a new job."""
     if dist.is_initialized():
         dist.barrier()  # a peer may still read from what the last turn has left here
     gc.collect()
-    _reset(environment)
+    _reset(dict(os.environ) if environment is None else environment)
     _seed()
 
 
@@ -340,13 +341,13 @@ def on_ranks(*num_ranks: int, timeout_s: float = 60, **values: Sequence[Any]) ->
 
     Args:
         num_ranks: one job for each number.
-        timeout_s: of a job; each further turn adds 15 s.
+        timeout_s: of a job; each further turn adds 15 s, all of them at most 240 s.
         values: by argument of the test, values to go through inside the job, in all combinations ("turns"). Each turn
             begins with the seeds and settings of a new job, and a failure names its own. Everything else the test asks
             for, parameters of pytest and fixtures, is pickled.
     """
     turns = _turns(values)
-    limit_s = timeout_s + 15 * (len(turns) - 1)
+    limit_s = timeout_s + min(240, 15 * (len(turns) - 1))
 
     def run(body: _Body, arguments: dict[str, Any]) -> None:
         for number in num_ranks:
@@ -358,7 +359,7 @@ def on_ranks(*num_ranks: int, timeout_s: float = 60, **values: Sequence[Any]) ->
 def alone(*, timeout_s: float = 60, **values: Sequence[Any]) -> Callable[[Test], Test]:
     """Let a test run in a worker without a process group; else as `on_ranks`."""
     turns = _turns(values)
-    limit_s = timeout_s + 15 * (len(turns) - 1)
+    limit_s = timeout_s + min(240, 15 * (len(turns) - 1))
     return lambda test: _on_parent(test, turns, lambda body, arguments: run_alone(body, timeout_s=limit_s, **arguments))
 
 
