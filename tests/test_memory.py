@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
+from tests.engine.twins import STAGES
 from tests.models import Stack, stack_batch
-from tests.ranks import close_pool, run_alone, run_ranks
+from tests.ranks import alone, close_pool, on_ranks
 
 # Rows and rows' bytes divide by 2, 3 and the alignment of parameters in a unit's memory, so nothing is padded.
 WIDTH = 96
@@ -175,18 +176,15 @@ def test_expected_states_are_those_of_the_paper(stage: int, is_bf16: bool, accum
         assert expected(stage, is_bf16, num_ranks).accumulating == pytest.approx(accumulating(num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("is_bf16", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_rank_holds_the_bytes_of_its_stage(stage: int, is_bf16: bool, num_ranks: int) -> None:
-    for found in run_ranks(states, num_ranks, {"stage": stage, **(BF16 if is_bf16 else {})}):
-        assert vars(found) == pytest.approx(vars(expected(stage, is_bf16, num_ranks)), abs=SLACK)
+@on_ranks(2, 3, stage=STAGES, is_bf16=[False, True])
+def test_rank_holds_the_bytes_of_its_stage(stage: int, is_bf16: bool) -> None:
+    found = states({"stage": stage, **(BF16 if is_bf16 else {})})
+    assert vars(found) == pytest.approx(vars(expected(stage, is_bf16, dist.get_world_size())), abs=SLACK)
 
 
-def test_world_of_one_holds_what_plain_training_holds() -> None:
-    for stage in range(4):
-        found = run_alone(states, {"stage": stage})
-        assert vars(found) == pytest.approx(vars(expected(0, False, 1)), abs=SLACK)
+@alone(stage=STAGES)
+def test_world_of_one_holds_what_plain_training_holds(stage: int) -> None:
+    assert vars(states({"stage": stage})) == pytest.approx(vars(expected(0, False, 1)), abs=SLACK)
 
 
 # --- gathered parameters ---------------------------------------------------------------------------------------------
@@ -235,27 +233,26 @@ def _checkpoint(block: nn.Module) -> None:
     block.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
+@on_ranks(2, is_checkpointed=[False, True])
 def test_without_prefetching_one_unit_is_whole_at_a_time(is_checkpointed: bool) -> None:
-    for found in run_ranks(gathered, 2, {"prefetch_bytes": 0}, is_checkpointed):
-        assert found.peaks == (max(found.units),) * len(found.peaks)
+    found = gathered({"prefetch_bytes": 0}, is_checkpointed)
+    assert found.peaks == (max(found.units),) * len(found.peaks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(("fitting", "ahead"), [(0, 1), (1, 1), (2, 2)])
-def test_prefetching_holds_no_more_than_its_bytes_or_one_unit_beside_the_one_in_use(
-    num_ranks: int, fitting: int, ahead: int
-) -> None:
-    block = max(run_ranks(gathered, num_ranks, {"prefetch_bytes": 0})[0].units)
-    for found in run_ranks(gathered, num_ranks, {"prefetch_bytes": fitting * block + 64}):
-        assert max(found.peaks) <= max(found.units) + max(fitting * block + 64, block)
-        assert found.peaks[1] == found.peaks[-1] == (1 + ahead) * block  # and it is used, from the second step on
+@on_ranks(2, 3, case=[(0, 1), (1, 1), (2, 2)])
+def test_prefetching_holds_no_more_than_its_bytes_or_one_unit_beside_the_one_in_use(case: tuple[int, int]) -> None:
+    fitting, ahead = case
+    block = max(gathered({"prefetch_bytes": 0}).units)
+    found = gathered({"prefetch_bytes": fitting * block + 64})
+    assert max(found.peaks) <= max(found.units) + max(fitting * block + 64, block)
+    assert found.peaks[1] == found.peaks[-1] == (1 + ahead) * block  # and it is used, from the second step on
 
 
+@on_ranks(2)
 def test_units_kept_from_forward_to_backward_are_all_whole_at_once() -> None:
-    for found in run_ranks(gathered, 2, {"prefetch_bytes": 0, "reshard_after_forward": False}):
-        assert found.peaks[0] == sum(found.units)
-        assert found.peaks[-1] == max(found.units)  # an evaluation keeps none
+    found = gathered({"prefetch_bytes": 0, "reshard_after_forward": False})
+    assert found.peaks[0] == sum(found.units)
+    assert found.peaks[-1] == max(found.units)  # an evaluation keeps none
 
 
 # --- allocations ----------------------------------------------------------------------------------------------------
@@ -282,12 +279,8 @@ def large_allocations(config: dict[str, Any] | None) -> list[int]:
     return found[2:]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"stage": stage, "collectives": "host"} for stage in (1, 2, 3)]
-    + [{"stage": stage, "collectives": "pairwise"} for stage in (1, 2)],
-    ids=str,
-)
-def test_engine_allocates_nothing_large_beyond_plain_training_but_its_rows_of_gradients(config: dict[str, Any]) -> None:
+@on_ranks(2, case=[(1, "host"), (2, "host"), (3, "host"), (1, "pairwise"), (2, "pairwise")])
+def test_engine_allocates_nothing_large_beyond_plain_training_but_its_rows_of_gradients(case: tuple[int, str]) -> None:
+    stage, collectives = case
     # Whole weights and gradients take more than a MiB, a rank's rows of them less.
-    assert run_ranks(large_allocations, 2, config) == run_ranks(large_allocations, 2, None)
+    assert large_allocations({"stage": stage, "collectives": collectives}) == large_allocations(None)

@@ -206,22 +206,27 @@ def train_sharded(model: nn.Module, case: Case, recipe: Recipe, config: dict[str
         config = {"compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32", **config}
     engine = hf_zero.shard_model(model, config)
     checkpoint(model, recipe)
+    trace = train_own(model, model, case, recipe, rank)
+    if engine.world.config.stage and engine.world.num_ranks > 1:
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    engine.close()
+    return trace
+
+
+def train_own(called: nn.Module, model: nn.Module, case: Case, recipe: Recipe, rank: int) -> Trace:
+    """Train `model`, or what wraps it, on this rank's batches."""
     optimizer = recipe.make_optimizer(model)
     trace = Trace()
     for step in range(recipe.num_steps):
         optimizer.zero_grad()
         for micro in range(recipe.num_micros):
             waits = recipe.uses_no_sync and micro < recipe.num_micros - 1
-            with model.no_sync() if waits else contextlib.nullcontext():
-                loss = case.loss(model, case.batch(step, rank, micro))
+            with called.no_sync() if waits else contextlib.nullcontext():
+                loss = case.loss(called, case.batch(step, rank, micro))
                 (loss / recipe.num_micros).backward()
             trace.losses.append(float(loss))
         finish_step(trace, model, optimizer, recipe)
-    finish_run(trace, model, case, rank)
-    if engine.world.config.stage and engine.world.num_ranks > 1:
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    engine.close()
-    return trace
+    return finish_run(trace, model, case, rank)
 
 
 def train_oracle(model: nn.Module, case: Case, recipe: Recipe, rank: int, num_ranks: int) -> Trace:
@@ -271,19 +276,9 @@ def _add_gradients(model: nn.Module, worker: nn.Module) -> None:
 def train_ddp(model: nn.Module, case: Case, recipe: Recipe, rank: int) -> Trace:
     """Train under torch's DistributedDataParallel; parameters that no rank used get no gradient there either."""
     model = copy.deepcopy(model)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=case.name == "mlp")
-    optimizer = recipe.make_optimizer(model)
-    trace = Trace()
-    for step in range(recipe.num_steps):
-        optimizer.zero_grad()
-        for micro in range(recipe.num_micros):
-            waits = recipe.uses_no_sync and micro < recipe.num_micros - 1
-            with wrapped.no_sync() if waits else contextlib.nullcontext():
-                loss = case.loss(wrapped, case.batch(step, rank, micro))
-                (loss / recipe.num_micros).backward()
-            trace.losses.append(float(loss))
-        finish_step(trace, model, optimizer, recipe)
-    return finish_run(trace, model, case, rank)
+    return train_own(
+        DistributedDataParallel(model, find_unused_parameters=case.name == "mlp"), model, case, recipe, rank
+    )
 
 
 def distances(name: str, recipe: Recipe, configs: list[dict[str, Any]], damage: str = "") -> list[Distance]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 
 from tests import ranks
-from tests.ranks import RankError, RankFailure, run_alone, run_ranks
+from tests.ranks import RankError, RankFailure, alone, on_ranks, run_alone, run_ranks
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -128,6 +128,26 @@ def _has_ended(pid: int, within_s: float = 5.0) -> bool:
                 return True
         time.sleep(0.05)
     return False
+
+
+@on_ranks(1, 2, trace=[1, 2], end=["a", "b"])
+def _turns(folder: Path, trace: int, end: str) -> None:
+    assert "HF_ZERO_TRACE" not in os.environ and not PartialState._shared_state
+    _leave_traces()
+    Path(folder, f"{dist.get_world_size()}{trace}{end}").touch()
+    assert (dist.get_world_size(), trace, end) != (2, 2, "a"), "what is wrong"
+
+
+def test_on_ranks_runs_all_turns_in_one_job_and_names_the_one_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"what is wrong(?s:.*)in the turn \{'trace': 2, 'end': 'a'\}"):
+        _turns(folder=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["11a", "11b", "12a", "12b", "21a", "21b", "22a"]
+
+
+@alone(drawn=[0, 1])
+def test_alone_runs_turns_from_the_same_seed_without_a_group(tmp_path: Path, drawn: int) -> None:
+    assert not dist.is_initialized() and tmp_path.is_dir()
+    torch.testing.assert_close(torch.rand(()), torch.tensor(0.49625658988952637))
 
 
 def test_run_ranks_gives_results_by_rank() -> None:

@@ -66,18 +66,18 @@ def model_types() -> list[str]:
     return sorted(CONFIG_MAPPING.keys())
 
 
-def build(model_type: str) -> TinyModel:
-    """A model of this type that trains, equal on all ranks.
+def build(model_type: str, class_name: str = "") -> TinyModel:
+    """A model of this type that trains, equal on all ranks; of that class, if one is named.
 
     Raises:
-        CannotBuildError: no class of this type could be built and trained with any of the inputs that were tried.
+        CannotBuildError: no such class could be built and trained with any of the inputs that were tried.
     """
     reasons: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             config = tiny_config(model_type)
-            classes = list(_model_classes(model_type, type(config)))
+            classes = [each for each in _model_classes(model_type, type(config)) if class_name in ("", each.__name__)]
         except Exception as error:
             raise CannotBuildError(f"configuration: {short(error)}") from error
         if not classes:

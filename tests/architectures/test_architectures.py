@@ -3,8 +3,8 @@
 import pytest
 
 from tests.architectures.build import model_types
-from tests.architectures.sweep import outcome, plain
-from tests.ranks import run_alone
+from tests.architectures.sweep import check, outcome, plain
+from tests.ranks import alone, on_ranks, run_alone
 
 # Of each kind, and those that use their parameters in unusual ways: embeddings passed to functions, weights shared
 # between layers, experts in one tensor, weights under parametrizations.
@@ -22,15 +22,19 @@ def _assert_same(model_type: str, stage: int) -> None:
     assert outcome(model_type, stage) == "ok"
 
 
-@pytest.mark.parametrize("model_type", _EVERYDAY)
+@alone(model_type=_EVERYDAY)
+def test_everyday_type_does_not_depend_on_what_is_installed(model_type: str) -> None:
+    assert plain(model_type)[1] == ""
+
+
+@on_ranks(2, model_type=_EVERYDAY)
 def test_everyday_type_is_the_same_in_stage_3(model_type: str) -> None:
-    assert run_alone(plain, model_type)[1] == ""  # these do not depend on what is installed
-    assert outcome(model_type, 3) == "ok"
+    assert check(model_type, 3) == "ok"
 
 
-@pytest.mark.parametrize("model_type", _IN_STAGE_1)
+@on_ranks(2, model_type=_IN_STAGE_1)
 def test_everyday_type_is_the_same_in_stage_1(model_type: str) -> None:
-    assert outcome(model_type, 1) == "ok"
+    assert check(model_type, 1) == "ok"
 
 
 @pytest.mark.slow

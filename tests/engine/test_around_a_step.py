@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from tests.engine.test_users_code import Slow
-from tests.engine.twins import Block, Net, Twins, assert_same, batch, square_loss, whole
+from tests.engine.twins import EXCHANGES, Block, Net, Twins, assert_same, batch, square_loss, whole
 from tests.models import CASES, make_model
 from tests.ranks import on_ranks
 
-_EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
-_ENDS = pytest.mark.parametrize("stage", [1, 3])
+ENDS = (1, 3)
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
@@ -42,15 +41,13 @@ class LineSearch(torch.optim.Optimizer):
             param.data.add_(param.grad, alpha=0.05 * float(loss))
 
 
-@_EXCHANGES
-@_ENDS
-@on_ranks(2)
+@on_ranks(2, stage=ENDS, collectives=EXCHANGES)
 def test_a_line_search_sees_its_own_edits_and_no_peer_sees_them_early(stage: int, collectives: str) -> None:
     twins = Twins(stage, Slow, collectives=collectives, timeout_s=20)
     searches = [(LineSearch(model.parameters()), model) for model in (twins.model, twins.reference)]
     for late_rank in (0, 1):
         twins.model.delay_s = 0.03 if twins.rank == late_rank else 0.0
-        twins.loss(twins.model, twins.own()).backward()
+        twins.backward()
         twins.backward_reference()
         for optimizer, model in searches:
             optimizer.step(lambda model=model: square_loss(model, batch(5, 5)))
@@ -59,16 +56,14 @@ def test_a_line_search_sees_its_own_edits_and_no_peer_sees_them_early(stage: int
         assert_same(twins.model, twins.reference)
 
 
-@_EXCHANGES
-@_ENDS
-@on_ranks(2)
+@on_ranks(2, stage=ENDS, collectives=EXCHANGES)
 def test_parts_called_after_a_step_that_raised_see_what_it_has_changed(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives, timeout_s=20)
     twins.step()
     x = batch(5, 5)
     with torch.no_grad():
         twins.model(x)
-    twins.loss(twins.model, twins.own()).backward()
+    twins.backward()
     twins.backward_reference()
     for model in (twins.model, twins.reference):
         groups = [{"params": list(model.enter.parameters())}, {"params": list(model.head.parameters()), "betas": None}]
@@ -81,8 +76,7 @@ def test_parts_called_after_a_step_that_raised_see_what_it_has_changed(stage: in
     twins.step()
 
 
-@_ENDS
-@on_ranks(2)
+@on_ranks(2, stage=ENDS)
 def test_lists_of_parameters_are_copied_from_lists_of_their_values(stage: int) -> None:
     twins = Twins(stage)
     twins.step()
@@ -98,8 +92,7 @@ def test_lists_of_parameters_are_copied_from_lists_of_their_values(stage: int) -
     twins.step()
 
 
-@_ENDS
-@on_ranks(2)
+@on_ranks(2, stage=ENDS)
 def test_whole_states_of_a_plain_adagrad_are_cut_when_they_are_loaded(stage: int) -> None:
     twins = Twins(stage)
     twins.optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.1) for model in (twins.model, twins.reference)]
@@ -134,10 +127,9 @@ class Tied(Net):
         return nn.functional.linear(x, self.head.weight, self.head.bias)
 
 
-@pytest.mark.parametrize(("make", "backend"), [(Net, "aot_eager"), (Tied, "eager")])
-@_ENDS
-@on_ranks(2)
-def test_compiled_models_train_as_others_do(stage: int, make: Callable[[], nn.Module], backend: str) -> None:
+@on_ranks(2, stage=ENDS, case=[(Net, "aot_eager"), (Tied, "eager")])
+def test_compiled_models_train_as_others_do(stage: int, case: tuple[Callable[[], nn.Module], str]) -> None:
+    make, backend = case
     compiled: list[Callable[[Tensor], Tensor]] = []
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -145,6 +137,7 @@ def test_compiled_models_train_as_others_do(stage: int, make: Callable[[], nn.Mo
         return (compiled[0] if is_ours else model)(x).pow(2).mean()
 
     twins = Twins(stage, make, loss, timeout_s=20)
+    torch._dynamo.utils.counters.clear()
     try:
         compiled.append(torch.compile(twins.model, backend=backend))
         twins.step(2)
@@ -157,8 +150,7 @@ def test_compiled_models_train_as_others_do(stage: int, make: Callable[[], nn.Mo
         torch.compiler.reset()
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-@on_ranks(2)
+@on_ranks(2, checkpoints=[False, True])
 def test_compiled_blocks_are_one_graph_between_the_borders_of_their_unit(checkpoints: bool) -> None:
     model = make_model(CASES["llama"])
     if checkpoints:
@@ -222,9 +214,9 @@ def _transforming() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("stage", "collectives"), [(1, "pairwise"), (3, "host"), (3, "pairwise")])
-@on_ranks(2)
-def test_functions_are_transformed_inside_a_block_and_refused_around_its_call(stage: int, collectives: str) -> None:
+@on_ranks(2, case=[(1, "pairwise"), (3, "host"), (3, "pairwise")])
+def test_functions_are_transformed_inside_a_block_and_refused_around_its_call(case: tuple[int, str]) -> None:
+    stage, collectives = case
     twins = Twins(stage, _transforming, collectives=collectives, timeout_s=20)
     for how in ("grad", "vmap", "read"):
         twins.model.how = how
@@ -257,8 +249,7 @@ class Watched(Net):
         return nn.functional.linear(self.blocks[2](self.blocks[1](x)), self.head.weight, self.head.bias)
 
 
-@_ENDS
-@on_ranks(2)
+@on_ranks(2, stage=ENDS)
 def test_another_thread_sees_parameters_at_rest_while_a_forward_runs(stage: int) -> None:
     twins = Twins(stage, Watched, timeout_s=10)
     twins.step()
@@ -287,8 +278,7 @@ class Normed(Net):
         return self.head(self.norm(self.enter(x)))
 
 
-@_ENDS
-@on_ranks(2)
+@on_ranks(2, stage=ENDS)
 def test_buffers_of_a_rank_stay_its_own_when_the_model_is_partitioned_anew(stage: int) -> None:
     twins = Twins(stage, Normed, broadcast_buffers=False)
     twins.step(2)
@@ -320,8 +310,7 @@ class Remembering(Net):
         return self.last
 
 
-@_ENDS
-@on_ranks(2)
+@on_ranks(2, stage=ENDS)
 def test_a_model_that_keeps_its_output_is_freed_with_all_its_parts(stage: int) -> None:
     twins = Twins(stage, Remembering)
     twins.step(2)

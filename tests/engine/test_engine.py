@@ -10,19 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import hf_zero as zero
-from tests.engine.twins import ALL_STAGES, SHORT_S, Net, Twins, assert_same, batch, square_loss
-from tests.ranks import on_ranks, run_ranks
+from tests.engine.twins import SHARDED, SHORT_S, STAGES, Net, Twins, assert_same, batch, square_loss
+from tests.ranks import on_ranks
 
 # ---- passes ----------------------------------------------------------------------------------------------------------
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_two_models_train_apart_and_through_each_other(stage: int) -> None:
     first, second = Twins(stage), Twins(stage)
     first.step()
@@ -30,16 +28,15 @@ def test_two_models_train_apart_and_through_each_other(stage: int) -> None:
     for left, right in ((first.model, second.model), (first.reference, second.reference)):
         ranks = range(2) if left is first.reference else [first.rank]
         for rank in ranks:
-            (right(left(batch(rank, 7))).pow(2).mean() / len(ranks)).backward()
+            (right(left(batch(7, rank))).pow(2).mean() / len(ranks)).backward()
     first.update()
     second.update()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_evaluation_before_and_between_steps(stage: int) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
-        twins, x = Twins(stage), batch(0, 99)
+        twins, x = Twins(stage), batch(99, 0)
         for _ in range(2):
             with mode():
                 torch.testing.assert_close(twins.model(x), twins.reference(x))
@@ -50,36 +47,33 @@ def test_evaluation_before_and_between_steps(stage: int) -> None:
     assert not pending.requires_grad
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_several_forwards_before_one_backward(stage: int) -> None:
     twins = Twins(stage)
     for _ in range(2):
-        losses = [square_loss(twins.model, batch(twins.rank, 50 + i)) for i in range(3)]
+        losses = [square_loss(twins.model, batch(50 + i, twins.rank)) for i in range(3)]
         with torch.no_grad():
-            twins.model(batch(0, 1))
+            twins.model(batch(1, 0))
         sum(losses).backward()
         for rank in range(2):
-            (sum(square_loss(twins.reference, batch(rank, 50 + i)) for i in range(3)) / 2).backward()
+            (sum(square_loss(twins.reference, batch(50 + i, rank)) for i in range(3)) / 2).backward()
         twins.update()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_retain_graph_adds_both_backwards(stage: int) -> None:
     twins = Twins(stage)
     for _ in range(2):
         for model in (twins.model, twins.reference):
             ranks = range(2) if model is twins.reference else [twins.rank]
             for rank in ranks:
-                loss = square_loss(model, batch(rank, 3)) / len(ranks)
+                loss = square_loss(model, batch(3, rank)) / len(ranks)
                 loss.backward(retain_graph=True)
                 loss.backward()
         twins.update()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_create_graph_is_refused_on_all_ranks(stage: int) -> None:
     twins = Twins(stage)
     for _ in range(2):
@@ -89,8 +83,7 @@ def test_create_graph_is_refused_on_all_ranks(stage: int) -> None:
         twins.step()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_gradient_of_inputs_alone_leaves_fresh_weights_to_the_next_step(stage: int) -> None:
     twins = Twins(stage)
     for _ in range(2):
@@ -103,11 +96,10 @@ def test_gradient_of_inputs_alone_leaves_fresh_weights_to_the_next_step(stage: i
         twins.assert_same_output()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_backward_after_a_step_since_its_forward_raises(stage: int) -> None:
     twins = Twins(stage)
-    late = square_loss(twins.model, batch(0, 77))
+    late = square_loss(twins.model, batch(77, 0))
     twins.step()
     with pytest.raises(zero.UsageError, match="run the forward again"):
         late.backward()
@@ -115,32 +107,30 @@ def test_backward_after_a_step_since_its_forward_raises(stage: int) -> None:
     twins.step(2)
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_deep_copy_runs_and_trains_by_itself(stage: int) -> None:
     twins = Twins(stage)
     twins.step()
     average = copy.deepcopy(twins.model)
     expected = copy.deepcopy(twins.reference)
     assert_same(average, expected)
-    x = batch(0, 5)
+    x = batch(5, 0)
     for _ in range(2):
         with torch.no_grad():
             torch.testing.assert_close(average(x), expected(x))
         twins.step()
     assert_same(average, expected)
     optimizer = torch.optim.SGD(average.parameters(), lr=0.5)
-    square_loss(average, batch(twins.rank, 6)).backward()
+    square_loss(average, batch(6, twins.rank)).backward()
     optimizer.step()
     for rank in range(2):
-        (square_loss(expected, batch(rank, 6)) / 2).backward()
+        (square_loss(expected, batch(6, rank)) / 2).backward()
     torch.optim.SGD(expected.parameters(), lr=0.5).step()
     assert_same(average, expected)
     twins.step()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_deep_copy_keeps_compute_dtype_and_has_its_own_no_sync(stage: int) -> None:
     model = Net().bfloat16()
     engine = zero.shard_model(model, zero.ZeroConfig(stage=stage))
@@ -153,8 +143,7 @@ def test_deep_copy_keeps_compute_dtype_and_has_its_own_no_sync(stage: int) -> No
     assert average.no_sync.__self__ is not engine
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[0, 1, 3])
 def test_deep_copy_loads_a_state_dict_before_its_first_forward(stage: int) -> None:
     twins = Twins(stage)
     average, expected = copy.deepcopy(twins.model), Net()
@@ -165,8 +154,7 @@ def test_deep_copy_loads_a_state_dict_before_its_first_forward(stage: int) -> No
     twins.step()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_deep_copy_as_a_moving_average_has_the_right_values(stage: int) -> None:
     twins = Twins(stage)
     average, expected = copy.deepcopy(twins.model), copy.deepcopy(twins.reference)
@@ -178,11 +166,10 @@ def test_deep_copy_as_a_moving_average_has_the_right_values(stage: int) -> None:
                     left.lerp_(right, 0.5)
         zero.mark_dirty(average)
         with torch.no_grad():
-            torch.testing.assert_close(average(batch(0, 1)), expected(batch(0, 1)))
+            torch.testing.assert_close(average(batch(1, 0)), expected(batch(1, 0)))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@on_ranks(2)
+@on_ranks(2, stage=[0, 1, 2])
 def test_forward_on_one_rank_only_works_where_parameters_stay_whole(stage: int) -> None:
     twins = Twins(stage, timeout_s=SHORT_S)
     for _ in range(2):
@@ -194,8 +181,7 @@ def test_forward_on_one_rank_only_works_where_parameters_stay_whole(stage: int) 
     twins.step()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_parameters_are_frozen_and_thawed_between_steps(stage: int) -> None:
     twins = Twins(stage)
     for blocks, trains in (((0,), False), ((0, 1), False), ((0,), True), ((1,), True)):
@@ -211,8 +197,7 @@ def _partly_frozen() -> nn.Module:
     return net
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_parameters_frozen_from_the_start_are_thawed_later(stage: int) -> None:
     twins = Twins(stage, _partly_frozen)
     twins.step(3)
@@ -226,8 +211,7 @@ def test_parameters_frozen_from_the_start_are_thawed_later(stage: int) -> None:
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_close_removes_every_hook_and_the_model_can_be_run_again(stage: int) -> None:
     twins = Twins(stage)
     twins.step()
@@ -239,23 +223,18 @@ def test_close_removes_every_hook_and_the_model_can_be_run_again(stage: int) -> 
     twins.step()
 
 
-def _dropped(stage: int) -> list[bool]:
+@on_ranks(2, stage=STAGES)
+def test_model_that_is_dropped_is_freed(stage: int) -> None:
     twins = Twins(stage)
     twins.step(2)
     watched = [weakref.ref(each) for each in (twins.engine, twins.model, twins.engine.world)]
     watched += [weakref.ref(p) for p in twins.model.parameters()]
     del twins
     gc.collect()
-    return [each() is None for each in watched]
+    assert not any(each() for each in watched)
 
 
-@ALL_STAGES
-def test_model_that_is_dropped_is_freed(stage: int) -> None:
-    assert all(all(freed) for freed in run_ranks(_dropped, 2, stage))
-
-
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_second_shard_model_gives_the_same_engine_or_refuses_another_config(stage: int) -> None:
     twins = Twins(stage)
     assert zero.shard_model(twins.model, zero.ZeroConfig(stage=stage)) is twins.engine
@@ -264,52 +243,52 @@ def test_second_shard_model_gives_the_same_engine_or_refuses_another_config(stag
         zero.shard_model(twins.model, zero.ZeroConfig(stage=3 - stage))
 
 
-def _chosen(options: dict[str, Any], stage: int) -> Any:
-    model = Net()
-    zero.shard_model(model, zero.ZeroConfig(stage=stage))
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    square_loss(model, batch(dist.get_rank(), 0)).backward()
-    optimizer.step()
-    return optimizer.param_groups[0]["fused"]
+# ---- Adam --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "stage", "fused"),
-    [({}, 3, True), ({}, 1, True), ({}, 0, None), ({"foreach": False}, 3, None), ({"fused": False}, 3, False)],
+@on_ranks(
+    2, case=[({}, 3, True), ({}, 1, True), ({}, 0, None), ({"foreach": False}, 3, None), ({"fused": False}, 3, False)]
 )
-def test_adam_is_fused_where_parameters_are_partitioned_and_the_user_has_not_said_how(
-    options: dict[str, Any], stage: int, fused: bool | None
-) -> None:
-    assert run_ranks(_chosen, 2, options, stage) == [fused, fused]
+def test_adam_is_fused_where_parameters_are_partitioned_and_the_user_has_not_said_how(case: Any) -> None:
+    options, stage, fused = case
+    twins = Twins(stage)
+    optimizer = torch.optim.AdamW(twins.model.parameters(), **options)
+    twins.backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["fused"] is fused
 
 
-def _step_with_a_plain_model() -> Any:
-    model, other = Net(), torch.nn.Linear(3, 3)
-    zero.shard_model(model, zero.ZeroConfig(stage=3))
-    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    (square_loss(model, batch(dist.get_rank(), 0)) + other.weight.square().sum()).backward()
+@on_ranks(2)
+def test_adam_is_left_alone_where_it_also_holds_plain_parameters() -> None:
+    twins, other = Twins(3), nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW([*twins.model.parameters(), *other.parameters()])
+    (square_loss(twins.model, twins.own()) + other.weight.square().sum()).backward()
     before = other.weight.detach().clone()
     optimizer.step()
-    return optimizer.param_groups[0]["fused"], torch.equal(before, other.weight)
-
-
-def test_adam_is_left_alone_where_it_also_holds_plain_parameters() -> None:
-    assert run_ranks(_step_with_a_plain_model, 2) == [(None, False)] * 2
+    assert optimizer.param_groups[0]["fused"] is None
+    assert not torch.equal(before, other.weight)
 
 
 class _SubclassedAdam(torch.optim.Adam):
     pass
 
 
-def _stepped_on(kind: str, options: dict[str, Any], edit: str = "") -> tuple[set[str], set[str], bool, bool]:
-    """Types of the tensors with which Adam computes, and of its states; whether it can be copied, and is freed."""
-    model = Net()
-    zero.shard_model(model, zero.ZeroConfig(stage=3))
-    make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "subclass": _SubclassedAdam}[kind]
-    optimizer = make(model.parameters(), **options)
-    square_loss(model, batch(dist.get_rank(), 0)).backward()
-    if edit == "replicated":
-        for p in model.parameters():
+@on_ranks(
+    2,
+    case=[
+        (torch.optim.AdamW, {}, False),
+        (torch.optim.Adam, {"foreach": False}, False),
+        (torch.optim.AdamW, {"foreach": False}, True),
+        (_SubclassedAdam, {}, False),
+    ],
+)
+def test_adam_computes_on_plain_rows_is_copied_and_freed(case: Any) -> None:
+    make, options, has_replicated_gradients = case
+    twins = Twins(3)
+    optimizer = make(twins.model.parameters(), **options)
+    twins.backward()
+    if has_replicated_gradients:
+        for p in twins.model.parameters():
             assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
             p.grad = p.grad.redistribute(placements=[Replicate()])
     types: set[str] = set()
@@ -322,27 +301,13 @@ def _stepped_on(kind: str, options: dict[str, Any], edit: str = "") -> tuple[set
 
     with mock.patch.object(functions, "adam", spy):
         optimizer.step()
-    states = {type(state["exp_avg"]).__name__ for state in optimizer.state.values()}
-    copied = copy.deepcopy(optimizer)
-    is_copied = copied.state_dict().keys() == optimizer.state_dict().keys()
+    assert types == {"Parameter", "Tensor"}
+    assert {type(state["exp_avg"]).__name__ for state in optimizer.state.values()} == {"DTensor"}
+    assert copy.deepcopy(optimizer).state_dict().keys() == optimizer.state_dict().keys()
     gone = weakref.ref(optimizer)
     gc.disable()  # a cycle would keep its states until some later collection
     try:
         del optimizer
-        return types, states, is_copied, gone() is None
+        assert gone() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "edit"),
-    [
-        ("adamw", {}, ""),
-        ("adam", {"foreach": False}, ""),
-        ("adamw", {"foreach": False}, "replicated"),
-        ("subclass", {}, ""),
-    ],
-)
-def test_adam_computes_on_plain_rows(kind: str, options: dict[str, Any], edit: str) -> None:
-    types = {"Parameter", "Tensor"}
-    assert run_ranks(_stepped_on, 2, kind, options, edit) == [(types, {"DTensor"}, True, True)] * 2

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.engine.twins import ALL_STAGES, Net, Twins, assert_same, batch, square_loss
-from tests.ranks import on_ranks, run_ranks
+from tests.engine.twins import SHARDED, STAGES, Net, Twins, assert_same, batch, square_loss
+from tests.ranks import on_ranks
 
 
 class Recurrent(nn.Module):
@@ -30,7 +29,7 @@ def _ran(model: nn.Module, operator: str) -> bool:
     return any(event.key == operator for event in profile.key_averages())
 
 
-def _habits(stage: int, make: Callable[[], nn.Module], config: dict[str, Any], operator: str = "") -> None:
+def _train_and_evaluate(stage: int, make: Callable[[], nn.Module], config: dict[str, Any], operator: str = "") -> None:
     twins = Twins(stage, make, **config)
     twins.step(2)
     for model in (twins.model, twins.reference):
@@ -44,9 +43,9 @@ def _habits(stage: int, make: Callable[[], nn.Module], config: dict[str, Any], o
     twins.step()
 
 
-@ALL_STAGES
+@on_ranks(2, stage=STAGES)
 def test_lstm_with_flat_weights_trains(stage: int) -> None:
-    run_ranks(_habits, 2, stage, Recurrent, {})
+    _train_and_evaluate(stage, Recurrent, {})
 
 
 class Attentive(nn.Module):
@@ -71,16 +70,10 @@ class AttentiveOnce(Attentive):
     num_layers = 1
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(
-    ("make", "config"),
-    [(Attentive, {}), (AttentiveOnce, {}), (Attentive, {"units": {"min_numel": 30}})],
-    ids=["repeated", "by_size", "min_numel"],
-)
-def test_torchs_attention_trains_and_evaluates_on_its_fast_path(
-    stage: int, make: Callable[[], nn.Module], config: dict[str, Any]
-) -> None:
-    run_ranks(_habits, 2, stage, make, config, "aten::_native_multi_head_attention")
+@on_ranks(2, stage=[1, 3], case=[(Attentive, {}), (AttentiveOnce, {}), (Attentive, {"units": {"min_numel": 30}})])
+def test_torchs_attention_trains_and_evaluates_on_its_fast_path(stage: int, case: Any) -> None:
+    make, config = case  # blocks that repeat; none, so units by size; units by a size that is given
+    _train_and_evaluate(stage, make, config, "aten::_native_multi_head_attention")
 
 
 class Normed(nn.Module):
@@ -93,43 +86,25 @@ class Normed(nn.Module):
         return self.norm(self.enter(x))
 
 
-def _buffers(stage: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2, stage=[0, 3])
+def test_buffers_start_as_those_of_rank_0_and_are_again_after_a_backward(stage: int) -> None:
     model = Normed()
     model.norm.running_mean.fill_(1.0 + dist.get_rank())
     zero.shard_model(model, zero.ZeroConfig(stage=stage))
-    before = model.norm.running_mean.clone()
-    square_loss(model, batch(dist.get_rank(), 0)).backward()
-    return before, model.norm.running_mean.clone()
+    assert torch.equal(model.norm.running_mean, torch.ones(5))
+    square_loss(model, batch(0, dist.get_rank())).backward()
+    after = [torch.empty(5) for _ in range(2)]
+    dist.all_gather(after, model.norm.running_mean)
+    assert torch.equal(*after) and not torch.equal(after[0], torch.ones(5))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_buffers_start_as_those_of_rank_0_and_are_again_after_a_backward(stage: int) -> None:
-    (first, first_after), (second, second_after) = run_ranks(_buffers, 2, stage)
-    assert torch.equal(first, torch.ones(5)) and torch.equal(second, first)
-    assert torch.equal(first_after, second_after) and not torch.equal(first_after, first)
-
-
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_initial_values_are_those_of_rank_0(stage: int) -> None:
     torch.manual_seed(dist.get_rank())
     model = Net()
     zero.shard_model(model, zero.ZeroConfig(stage=stage))
     torch.manual_seed(0)
     assert_same(model, Net())
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@on_ranks(2)
-def test_compiled_model_trains_with_hooks_outside_its_graphs(backend: str) -> None:
-    twins = Twins(3)
-    compiled = torch.compile(twins.model, backend=backend)
-    for _ in range(3):
-        square_loss(compiled, twins.own()).backward()
-        twins.backward_reference()
-        twins.update()
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(batch(0, 0)), twins.reference(batch(0, 0)))
 
 
 def _lora_llama() -> nn.Module:
@@ -145,7 +120,7 @@ def _lora_llama() -> nn.Module:
     return model
 
 
-def _tokens(rank: int, step: int) -> Tensor:
+def _tokens(step: int, rank: int) -> Tensor:
     return torch.randint(0, 33, (2, 7), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -153,9 +128,7 @@ def _language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED, checkpointing=[False, True])
 def test_lora_reduces_only_adapters_and_equals_the_unsharded_run(stage: int, checkpointing: bool) -> None:
     twins = Twins(stage, _lora_llama, _language_loss, _tokens)
     if checkpointing:

@@ -7,11 +7,10 @@ afterwards. A failing seed is replayed by the line that its error names.
 
 import contextlib
 import copy
-import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,468 +20,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils.checkpoint import checkpoint
 
 from hf_zero import GatheredParameters, UsageError, ZeroEngine, mark_dirty, shard_model
+from tests.engine.random_models import VOCABULARY, Broken, RandomNet
+from tests.engine.random_schedules import (
+    Case,
+    Crash,
+    Draw,
+    Edit,
+    Flip,
+    HookGradient,
+    Infer,
+    Load,
+    Micro,
+    Op,
+    Reset,
+    Step,
+    is_reentrant,
+)
 from tests.ranks import run_ranks
 
-_VOCABULARY, _TOKENS = 11, (2, 3)
-_EDITS = ("in place", "data", "foreach", "assign", "gathered", "mark_dirty")  # ways to change parameters by hand
+_TOKENS = (2, 3)
 # Ranks add the same numbers in another order than one process does. float32 is looser where Adam divides small ones.
 _TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "mixed": (1e-4, 1e-5), "bfloat16": (5e-2, 3e-1)}
 _MADE_IN = {"float64": torch.float64, "float32": torch.float32, "mixed": torch.float64, "bfloat16": torch.float32}
 _COMPUTE = {"mixed": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class _Broken(Exception):
-    """What a schedule raises on purpose."""
-
-
-class _Brief:
-    """Shows only the fields that are not as usual."""
-
-    def __repr__(self) -> str:
-        shown = [f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False)
-class Visit(_Brief):
-    """One call of a block: which block, and what happens in it.
-
-    `inner` is a checkpoint inside its forward: of all of it, of a part, or of two parts; `breaks` says when it raises.
-    """
-
-    block: int
-    takes_branch: bool = False
-    inner: str = ""
-    is_reentrant: bool = False
-    breaks: str = ""
-
-
-@dataclass(frozen=True, repr=False)
-class Segment(_Brief):
-    """Calls in a row, in a checkpoint around them or not."""
-
-    visits: tuple[Visit, ...]
-    checkpoint: str = ""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a model is made of."""
-
-    width: int
-    hidden: tuple[int, ...]  # one block each
-    is_tied: bool
-    has_root_parameters: bool
-    dropout: float
-    has_unused_module: bool
-    reads_elsewhere: bool  # parameters of modules that are not being called
-    frozen: frozenset[int]  # positions of parameters
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise _Broken("backward")
-
-
-class Block(nn.Module):
-    """Odd sizes, a scalar, one dimension, fewer rows than ranks, a parameter never used, a branch."""
-
-    def __init__(self, width: int, hidden: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden, bias=hidden % 2 == 0)
-        self.down = nn.Linear(hidden, width)
-        self.side = nn.Linear(width, width)
-        self.scale = nn.Parameter(torch.randn(()))
-        self.shift = nn.Parameter(torch.randn(width))
-        self.row = nn.Parameter(torch.randn(1, width))
-        self.never = nn.Parameter(torch.randn(3, 2))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, visit: Visit) -> Tensor:
-        if visit.inner == "all":
-            return checkpoint(self._compute, x, visit, use_reentrant=visit.is_reentrant)
-        return self._compute(x, visit)
-
-    def _compute(self, x: Tensor, visit: Visit) -> Tensor:
-        run: Callable[..., Tensor] = lambda part, *args: part(*args)  # noqa: E731
-        if visit.inner in ("part", "parts"):
-            run = partial(checkpoint, use_reentrant=visit.is_reentrant)
-        h = run(self._mlp, self.norm(x) * self.row)
-        if visit.breaks == "forward":
-            raise _Broken("forward")
-        if visit.breaks == "interrupt":
-            raise KeyboardInterrupt
-        if visit.breaks == "backward":
-            h = _RaiseInBackward.apply(h)
-        if visit.takes_branch:
-            h = (run if visit.inner == "parts" else lambda part, *args: part(*args))(self._branch, h)
-        return x + h * self.scale + self.shift
-
-    def _mlp(self, h: Tensor) -> Tensor:
-        return self.down(self.dropout(torch.tanh(self.up(h))))
-
-    def _branch(self, h: Tensor) -> Tensor:
-        return h + torch.tanh(self.side(h))
-
-
-class Net(nn.Module):
-    """Embedding, blocks, norm, head (tied or not), and parameters of its own."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(_VOCABULARY, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, hidden, shape.dropout) for hidden in shape.hidden)
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, _VOCABULARY, bias=False)
-        if shape.is_tied:
-            self.head.weight = self.embed.weight
-        if shape.has_root_parameters:
-            self.gain = nn.Parameter(torch.randn(_VOCABULARY))
-        if shape.has_unused_module:
-            self.unused = nn.Linear(3, 5)
-        self.reads_elsewhere = shape.reads_elsewhere
-        for position, param in enumerate(self.parameters()):
-            param.requires_grad_(position not in shape.frozen)
-
-    def forward(self, tokens: Tensor, x: Tensor, path: tuple[Segment, ...]) -> tuple[Tensor, list[Tensor]]:
-        h = self.embed(tokens) + x
-        if self.reads_elsewhere:
-            h = h + torch.tanh(self.norm.weight + self.head.weight.mean(0)) * self.blocks[0].row
-        hidden = [h]
-        for segment in path:
-            if not segment.visits:
-                continue
-            if segment.checkpoint:
-                h = checkpoint(self._run, segment, h, use_reentrant=segment.checkpoint == "reentrant")
-            else:
-                h = self._run(segment, h)
-            hidden.append(h)
-        logits = self.head(self.norm(h))
-        return (logits * self.gain if hasattr(self, "gain") else logits), hidden
-
-    def _run(self, segment: Segment, h: Tensor) -> Tensor:
-        for visit in segment.visits:
-            h = self.blocks[visit.block](h, visit)
-        return h
-
-
-# --- schedules --------------------------------------------------------------------------------------------------------
-
-Paths = tuple[tuple[tuple[Segment, ...], ...], ...]  # by rank, then by model
-
-
-@dataclass(frozen=True, repr=False)
-class Micro(_Brief):
-    """One or more forwards, and what is done with their graphs (`kind`)."""
-
-    paths: Paths
-    kind: str
-    data: int
-    forwards: int = 1
-    no_sync: bool = False
-    x_has_grad: bool = True
-    infers_between: bool = False
-    bypasses_root: bool = False
-    partial: int = 0
-
-
-@dataclass(frozen=True, repr=False)
-class Infer(_Brief):
-    """A forward without a graph."""
-
-    paths: Paths
-    mode: str
-    data: int
-
-
-@dataclass(frozen=True, repr=False)
-class Crash(_Brief):
-    """All ranks raise in a forward or in a backward; then, unless only a forward was lost, gradients are cleared."""
-
-    paths: Paths
-    data: int
-    where: str
-    mode: str
-
-
-@dataclass(frozen=True, repr=False)
-class Step(_Brief):
-    """An optimizer step, with clipping or not."""
-
-    clip: float | None
-    set_to_none: bool
-    holds_graph: str = ""  # "": no; "drop" or "use" what a forward before the step has left
-    paths: Paths = ()
-
-
-@dataclass(frozen=True, repr=False)
-class Flip(_Brief):
-    """Other parameters are trained from now on."""
-
-    positions: frozenset[int]
-
-
-@dataclass(frozen=True, repr=False)
-class Load(_Brief):
-    """A whole state dict is loaded."""
-
-    data: int
-
-
-@dataclass(frozen=True, repr=False)
-class Reset(_Brief):
-    """Gradients are cleared before the step."""
-
-    set_to_none: bool
-
-
-@dataclass(frozen=True, repr=False)
-class Edit(_Brief):
-    """Parameters are changed by hand, in one of the ways in which users do."""
-
-    how: str
-    positions: frozenset[int]
-
-
-@dataclass(frozen=True, repr=False)
-class HookGradient(_Brief):
-    """A parameter gets a hook that scales its gradient, or loses it."""
-
-    position: int
-
-
-Op = Micro | Infer | Crash | Step | Flip | Load | Reset | Edit | HookGradient
-
-
-@dataclass(frozen=True)
-class Case:
-    """All that a seed decides."""
-
-    seed: int
-    num_ranks: int
-    config: dict[str, Any]
-    precision: str
-    shapes: tuple[Shape, ...]
-    optimizer: tuple[str, dict[str, Any]]
-    ops: tuple[Op, ...] = field(repr=False)
-
-    def describe(self) -> str:
-        """The case in words that a person can read."""
-        lines = [f"  {index}: {op}" for index, op in enumerate(self.ops)]
-        return "\n".join([repr(self), *lines])
-
-
-class _Draw:
-    """Draws a case from its seed."""
-
-    def __init__(self, seed: int, num_ranks: int) -> None:
-        self.rng = random.Random(seed)
-        self.seed, self.num_ranks = seed, num_ranks
-        self.data = 0
-        self.is_simple = self.maybe(0.25)  # the kind in which bits must agree, and gathered memory has its bound
-
-    def maybe(self, probability: float) -> bool:
-        return self.rng.random() < probability
-
-    def case(self) -> Case:
-        rng = self.rng
-        self.stage = rng.choice([0, 1, 1, 2, 2, 3, 3, 3, 3])
-        has_second_copy = self.seed >= 3000
-        if has_second_copy:
-            self.stage = 3
-        self.precision = rng.choices(["float64", "float32", "mixed", "bfloat16"], [12, 2, 3, 1])[0]
-        config: dict[str, Any] = {
-            "stage": self.stage,
-            "collectives": rng.choice(["native", "pairwise"]),
-            "prefetch_bytes": rng.choice([0, 800, 2**20]),
-            "bucket_bytes": rng.choice([1, 700, 2**20]),
-            "keep_whole_numel": rng.choice([0, 0, 7]),
-            "compute_dtype": {"mixed": "float32", "bfloat16": "bfloat16"}.get(self.precision, "auto"),
-            "timeout_s": 20.0,
-        }
-        if has_second_copy:
-            config["wire"] = {"secondary": 2}
-        elif self.seed % 3 == 0:
-            config["collectives"] = "host"
-        if self.stage:
-            config["reduce_scatter"] = (True, False, True, "to_owner")[self.seed % 4]
-            config["replicate"] = 2 if self.num_ranks == 4 and not has_second_copy else 1
-        if self.maybe(0.15):
-            config["units"] = {"min_numel": rng.choice([1, 60, 100_000])}
-        if self.stage == 3:
-            config["reshard_after_forward"] = self.maybe(0.7)
-        width = rng.choice([4, 5])
-        self.shapes = tuple(self.shape(width) for _ in range(2 if self.maybe(0.2) else 1))
-        # In stage 3 every rank must gather the same units, and small ones may lie in a branch; so with two engines.
-        self.has_blocks = "units" not in config and all(len(shape.hidden) > 1 for shape in self.shapes)
-        self.can_be_uneven = (self.has_blocks or self.stage < 3) and len(self.shapes) == 1
-        # Positions run through all models; every rank's loss must reach a trained parameter: the embedding is in each.
-        self.frozen_now = set(self.shapes[0].frozen)
-        self.calls_twice = not self.is_simple and self.maybe(0.3)
-        self.checkpoints = not self.is_simple and self.maybe(0.5)
-        self.checkpoints_inside = self.checkpoints or (self.is_simple and self.maybe(0.3))
-        kinds: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
-        if self.maybe(0.5):
-            optimizer = ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01} | rng.choice(kinds[:2]))
-        else:
-            eps = 1e-6 if self.precision == "float64" else 1e-2
-            optimizer = ("AdamW", {"lr": 0.02, "weight_decay": 0.1, "eps": eps} | rng.choice(kinds))
-        ops = tuple(op for _ in range(rng.choice([2, 3])) for op in self.step())
-        return Case(self.seed, self.num_ranks, config, self.precision, self.shapes, optimizer, ops)
-
-    def shape(self, width: int) -> Shape:
-        rng = self.rng
-        num_blocks = rng.choice([1, 2, 2, 3])
-        shape = Shape(
-            width,
-            tuple(rng.choice([1, 3, 4]) for _ in range(num_blocks)),
-            is_tied=self.maybe(0.3) and not self.is_simple,
-            has_root_parameters=self.maybe(0.3),
-            dropout=0.3 if self.maybe(0.2) else 0.0,
-            has_unused_module=self.maybe(0.2),
-            reads_elsewhere=self.maybe(0.25) and not self.is_simple,
-            frozen=frozenset(),
-        )
-        is_frozen = self.maybe(0.35) and not self.is_simple
-        return replace(shape, frozen=self.frozen(shape) if is_frozen else frozenset())
-
-    def frozen(self, shape: Shape) -> frozenset[int]:
-        """Some parameters, a whole block, or all but one block."""
-        with torch.random.fork_rng([]):
-            names = [name for name, _ in Net(shape).named_parameters()]
-        block = f"blocks.{self.rng.randrange(len(shape.hidden))}."
-        how = self.rng.choice(["some", "block", "others"])
-        if how == "some":
-            return frozenset(i for i in range(len(names)) if self.maybe(0.3))
-        return frozenset(i for i, name in enumerate(names) if name.startswith(block) == (how == "block"))
-
-    def step(self) -> Iterator[Op]:
-        rng = self.rng
-        if self.maybe(0.3):
-            yield Infer(self.paths(), rng.choice(["no_grad", "inference"]), self.next_data())
-        # The last backward exchanges what the ones before have accumulated, so it must reach a trained parameter.
-        syncs_last = self.maybe(0.5) and int(self.shapes[0].has_root_parameters) not in self.frozen_now
-        count = 1 if self.is_simple else rng.choice([1, 1, 1, 2, 3])
-        if count > 1 and self.maybe(0.15):
-            yield self.micro(no_sync=syncs_last, is_last=False)
-            yield Reset(self.maybe(0.6))
-        for index in range(count):
-            if self.maybe(0.15):
-                where = rng.choice(["forward", "forward", "interrupt", "backward", "backward", "backward"])
-                mode = rng.choice(["", "", "no_grad", "inference"]) if where != "backward" else ""
-                yield Crash(self.paths(breaks=where), self.next_data(), where, mode)
-            skips = syncs_last and index < count - 1 and self.maybe(0.7)  # any order of those that are exchanged or not
-            yield self.micro(no_sync=skips, is_last=index == count - 1)
-        held = rng.choice(["drop", "use"]) if self.maybe(0.1) else ""
-        clip = 0.05 if self.maybe(0.25) else None
-        yield Step(clip, self.maybe(0.7), held, self.paths() if held else ())
-        if self.maybe(0.2):
-            total = sum(1 for shape in self.shapes for _ in Net(shape).parameters())
-            flip = Flip(frozenset(i for i in range(total) if self.maybe(0.15)))
-            self.frozen_now ^= flip.positions
-            yield flip
-        if self.maybe(0.12):
-            yield Load(self.next_data())
-        total = sum(1 for shape in self.shapes for _ in Net(shape).parameters())
-        for _ in range(rng.choice([0, 0, 1, 1, 2]) if not self.is_simple else 0):
-            yield Edit(rng.choice(_EDITS), frozenset(i for i in range(total) if self.maybe(0.3)))
-        if self.maybe(0.2) and not self.is_simple:
-            yield HookGradient(rng.randrange(total))
-
-    def micro(self, no_sync: bool, is_last: bool) -> Micro:
-        rng = self.rng
-        kinds = ["plain"] * 4 + ["separate", "retain", "partial_full"]
-        if not (is_last and self.stage < 2):  # there the last backward exchanges what `no_sync` has accumulated
-            kinds += ["partial", "drop"]
-        paths = self.paths()
-        if not any(_is_reentrant(segment) for path in paths for model in path for segment in model):
-            kinds += ["grad", "grad"] if is_last and self.stage < 2 else ["grad", "grad_only"]
-        kind = "plain" if self.is_simple else rng.choice(kinds)
-        return Micro(
-            paths,
-            kind,
-            self.next_data(),
-            forwards=2 if kind == "separate" or (kind == "plain" and not self.is_simple and self.maybe(0.25)) else 1,
-            no_sync=no_sync,
-            x_has_grad="grad" in kind or self.has_uneven_paths or self.maybe(0.5),
-            infers_between=self.maybe(0.15),
-            bypasses_root=self.has_blocks
-            and not any(s.has_root_parameters or s.reads_elsewhere for s in self.shapes)
-            and self.maybe(0.1),
-            partial=rng.randrange(3),
-        )
-
-    def next_data(self) -> int:
-        self.data += 1
-        return self.data
-
-    def paths(self, breaks: str = "") -> Paths:
-        """A path through each model for each rank; the same units on all ranks where they have to be gathered."""
-        self.has_uneven_paths = False
-        by_model = [self.model_paths(shape, breaks if index == 0 else "") for index, shape in enumerate(self.shapes)]
-        return tuple(tuple(paths[rank] for paths in by_model) for rank in range(self.num_ranks))
-
-    def model_paths(self, shape: Shape, breaks: str) -> list[tuple[Segment, ...]]:
-        rng = self.rng
-        order = list(range(len(shape.hidden)))
-        if self.calls_twice:
-            order.insert(rng.randrange(len(order) + 1), rng.choice(order))
-        if len(order) > 1 and self.maybe(0.15):
-            order.pop(rng.randrange(len(order)))
-        if self.maybe(0.1):
-            rng.shuffle(order)
-        visits = [self.visit_by_rank(block, self.has_blocks or not breaks) for block in order]
-        if breaks:
-            place = rng.randrange(len(visits))
-            visits[place] = [replace(visit, breaks=breaks) for visit in visits[place]]
-        present = [[True] * len(visits) for _ in range(self.num_ranks)]
-        embedding = int(shape.has_root_parameters)
-        can_skip = self.stage < 3 and not breaks and len(self.shapes) == 1 and embedding not in self.frozen_now
-        if self.maybe(0.3) and can_skip:
-            self.has_uneven_paths = True
-            for _ in range(rng.choice([1, 2])):
-                present[rng.randrange(self.num_ranks)][rng.randrange(len(visits))] = False
-        cuts = [0, *sorted(rng.sample(range(1, len(visits)), rng.randrange(len(visits)))), len(visits)]
-        modes = [self.checkpoint_mode() for _ in cuts[1:]]
-        return [
-            tuple(
-                Segment(tuple(visits[i][rank] for i in range(start, stop) if present[rank][i]), mode)
-                for start, stop, mode in zip(cuts, cuts[1:], modes, strict=False)
-            )
-            for rank in range(self.num_ranks)
-        ]
-
-    def checkpoint_mode(self) -> str:
-        return self.rng.choice(["", "reentrant", "non-reentrant"]) if self.checkpoints else ""
-
-    def visit_by_rank(self, block: int, can_differ: bool) -> list[Visit]:
-        inner = self.rng.choice(["", "", "all", "part", "parts"]) if self.checkpoints_inside else ""
-        base = Visit(block, inner=inner, is_reentrant=bool(inner) and self.maybe(0.5))
-        branches = self.rng.choice(["none", "all", "all", "one" if can_differ and self.can_be_uneven else "all"])
-        only = self.rng.randrange(self.num_ranks)
-        return [
-            replace(base, takes_branch=branches == "all" or (branches == "one" and rank == only))
-            for rank in range(self.num_ranks)
-        ]
-
-
-def _is_reentrant(segment: Segment) -> bool:
-    return segment.checkpoint == "reentrant" or any(visit.is_reentrant for visit in segment.visits)
-
-
-# --- running ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -499,13 +61,13 @@ def _forward(models: Sequence[nn.Module], op: Any, rank: int, dtype: torch.dtype
     generator = torch.Generator().manual_seed(op.data * 1000 + nth * 100 + rank)
     torch.manual_seed(op.data * 1000 + nth * 100 + rank)  # for dropout
     width = models[0].embed.embedding_dim
-    tokens = torch.randint(0, _VOCABULARY, _TOKENS, generator=generator)
+    tokens = torch.randint(0, VOCABULARY, _TOKENS, generator=generator)
     x = torch.randn(*_TOKENS, width, generator=generator, dtype=torch.float64).to(dtype)
     x.requires_grad_(getattr(op, "x_has_grad", True))
-    weights = torch.randn(*_TOKENS, _VOCABULARY, generator=generator, dtype=torch.float64).to(dtype)
+    weights = torch.randn(*_TOKENS, VOCABULARY, generator=generator, dtype=torch.float64).to(dtype)
     loss, partial_loss, h = torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype), x
     for model, path in zip(models, op.paths[rank], strict=True):
-        call = partial(Net.forward, model) if getattr(op, "bypasses_root", False) else model
+        call = partial(RandomNet.forward, model) if getattr(op, "bypasses_root", False) else model
         logits, hidden = call(tokens, h, path)
         loss = loss + (logits * weights).sum() + (logits**2).mean()
         h = hidden[-1]
@@ -547,7 +109,7 @@ def _run_micro(models: Sequence[nn.Module], op: Micro, rank: int, dtype: torch.d
 class _Reference:
     """The unsharded models: one process, all ranks' data; masters and compute copies where the dtypes differ."""
 
-    def __init__(self, models: list[Net], num_ranks: int, compute: torch.dtype | None) -> None:
+    def __init__(self, models: list[RandomNet], num_ranks: int, compute: torch.dtype | None) -> None:
         self.num_ranks = num_ranks
         self.masters = models
         self.models = models if compute is None else [copy.deepcopy(model).to(compute) for model in models]
@@ -590,7 +152,7 @@ class _Run:
         self.dtype = _COMPUTE.get(case.precision, made_in)
         self.tolerance = _TOLERANCES[case.precision]
         torch.manual_seed(case.seed)
-        models = [Net(shape).to(made_in) for shape in case.shapes]
+        models = [RandomNet(shape).to(made_in) for shape in case.shapes]
         self.reference = _Reference(
             [copy.deepcopy(model) for model in models], case.num_ranks, _COMPUTE.get(case.precision)
         )
@@ -667,7 +229,7 @@ class _Run:
                 outcome = _forward(self.models, op, self.rank, self.dtype)
             if outcome.loss.requires_grad:
                 outcome.loss.backward()
-        except (_Broken, KeyboardInterrupt):
+        except (Broken, KeyboardInterrupt):
             for model in self.models:
                 assert all(type(param) is not Tensor for param in model.parameters())  # at rest to whoever asks
         if op.where == "backward":
@@ -769,7 +331,7 @@ class _Run:
         is_exact = op.kind == "plain" and op.forwards == 1 and self.num_backwards == 1
         is_exact = is_exact and all(count == 1 for counter in calls for count in counter.values())
         is_exact = is_exact and not any(shape.is_tied or shape.reads_elsewhere for shape in self.case.shapes)
-        is_exact = is_exact and not any(_is_reentrant(s) for rank in op.paths for model in rank for s in model)
+        is_exact = is_exact and not any(is_reentrant(s) for rank in op.paths for model in rank for s in model)
         if not is_exact and op.kind not in ("drop", "grad_only"):
             self.has_run_inexactly = True
 
@@ -901,7 +463,7 @@ def _run_seeds(seeds: Sequence[int]) -> Counter[str]:
     _clear_sharding_prop_cache()  # it refers to the groups of earlier jobs in this process
     total: Counter[str] = Counter()
     for seed in seeds:
-        total += _run_case(_Draw(seed, dist.get_world_size()).case())
+        total += _run_case(Draw(seed, dist.get_world_size()).case())
     return total
 
 

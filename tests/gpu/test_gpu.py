@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.cases import CASES_OF_TWO, NEED_A_FOLDER
-from tests.ranks import ENVIRONMENT, run_ranks
+from tests.gpu.cases import CASES_OF_TWO, NEED_A_FOLDER, run
+from tests.ranks import ENVIRONMENT, on_ranks
 
 _LIMIT_S = 120
 # What everyday tests ask for.
@@ -27,15 +27,22 @@ _ON_ONE_DEVICE = {
 }
 
 
-@pytest.mark.parametrize("name", CASES_OF_TWO)
+_BY_HAND = {"bf16", "compiled", "recomputation"}  # on CPUs, other tests show the same
+
+
+@on_ranks(2, name=[name for name in CASES_OF_TWO if name not in _BY_HAND])
 def test_on_cpu_ranks(name: str, tmp_path: Path) -> None:
-    run_ranks(_run, 2, name, *([str(tmp_path / "state")] if name in NEED_A_FOLDER else []))
+    run(name, "cpu", *_folder(name, tmp_path))
 
 
-def _run(name: str, *folder: str) -> None:
-    from tests.gpu import cases
+@pytest.mark.slow
+@on_ranks(2, name=sorted(_BY_HAND))
+def test_the_others_on_cpu_ranks(name: str, tmp_path: Path) -> None:
+    run(name, "cpu", *_folder(name, tmp_path))
 
-    cases.run(name, "cpu", *folder)
+
+def _folder(name: str, tmp_path: Path) -> list[str]:
+    return [str(tmp_path / "state")] if name in NEED_A_FOLDER else []
 
 
 @pytest.mark.gpu
@@ -65,13 +72,7 @@ def _launched(name: str, tmp_path: Path, module: str = "tests.gpu.cases", more: 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shares = torch.cuda.device_count() < 2
-    words = [
-        sys.executable,
-        "-m",
-        module,
-        name,
-        *([str(tmp_path / "state")] if name in NEED_A_FOLDER else []),
-    ]
+    words = [sys.executable, "-m", module, name, *_folder(name, tmp_path)]
     ranks, logs = [], [tmp_path / f"rank{rank}" for rank in (0, 1)]
     environment = {key: value for key, value in ENVIRONMENT.items() if key not in _DROPPED} | (more or {})
     for rank, log in enumerate(logs):

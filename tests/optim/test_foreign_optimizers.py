@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.optim.test_stepping import Net, furthest, make
-from tests.ranks import RankError, on_ranks, run_ranks
+from hf_zero.errors import CheckpointError
+from tests.optim.test_stepping import Classifier, backward, furthest, make, train
+from tests.ranks import on_ranks, run_ranks
 
-Case = Callable[[Net], None]
-
-
-def backward(model: Net, number: int) -> Tensor:
-    """One rank alone has a loss, so that sums have one term, and all bits must agree."""
-    draw = torch.Generator().manual_seed(number)
-    ids, labels = torch.randint(31, (8, 5), generator=draw), torch.randint(7, (8,), generator=draw)
-    is_heard = model.__dict__.get("is_oracle") or dist.get_rank() == 0
-    loss = nn.functional.cross_entropy(model(ids), labels) * (1.0 if is_heard else 0.0)
-    loss.backward()
-    return loss
-
-
-def train(model: Net, optimizer: Any, steps: Iterable[int] = range(4)) -> None:
-    for number in steps:
-        optimizer.zero_grad()
-        backward(model, number)
-        optimizer.step()
+Case = Callable[[Classifier], None]
 
 
 class Own(torch.optim.Optimizer):
@@ -84,7 +68,7 @@ class ClampAfter(torch.optim.SGD):
             param.mul_(0.9 + 0.05 * torch.tanh(param.norm()))
 
 
-def more_after_the_inherited_step(model: Net) -> None:
+def more_after_the_inherited_step(model: Classifier) -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)  # from now on, torch hooks SGD's step
     train(model, ClampAfter(model.parameters(), lr=0.1))
 
@@ -100,7 +84,7 @@ class Both(torch.optim.Optimizer):
             each.step()
 
 
-def optimizers_in_a_list(model: Net) -> None:
+def optimizers_in_a_list(model: Classifier) -> None:
     params = list(model.parameters())
     train(model, Both(torch.optim.SGD(params[:3], lr=0.1, momentum=0.9), Own(params[3:])))
 
@@ -122,7 +106,7 @@ class Average(torch.optim.Optimizer):
             param.lerp_(old, 0.5)
 
 
-def scheduler_of_the_inner_optimizer(model: Net) -> None:
+def scheduler_of_the_inner_optimizer(model: Classifier) -> None:
     inner = Own(model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
     outer = Average(inner)
@@ -145,7 +129,7 @@ class LocalSAM(Own):
             param.copy_(old).sub_(0.1 * param.grad)
 
 
-def gradients_anew_within_a_step(model: Net) -> None:
+def gradients_anew_within_a_step(model: Classifier) -> None:
     optimizer = LocalSAM(model.parameters())
     for number in range(4):
         backward(model, number)
@@ -158,7 +142,7 @@ class OtherName(Own):
         super().step(loss_closure)
 
 
-def closure_of_another_name(model: Net) -> None:
+def closure_of_another_name(model: Classifier) -> None:
     optimizer = OtherName(model.parameters())
     for number in range(4):
         optimizer.zero_grad()
@@ -168,7 +152,7 @@ def closure_of_another_name(model: Net) -> None:
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def hooks_before_and_after_a_step(model: Net) -> None:
+def hooks_before_and_after_a_step(model: Classifier) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         optimizer.param_groups[0]["lr"] *= 0.5
         optimizer.param_groups[0]["params"][0].grad = None
@@ -188,7 +172,7 @@ def hooks_before_and_after_a_step(model: Net) -> None:
         train(model, optimizer, range(2))
 
 
-def hook_that_reads_the_state(model: Net) -> None:
+def hook_that_reads_the_state(model: Classifier) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -290,7 +274,7 @@ class Names(Own):
                 param.sub_(group["lr"] * factor * param.grad / (param.grad.norm() + 1e-3) * (1 + len(name)))
 
 
-def names_beside_parameters(model: Net) -> None:
+def names_beside_parameters(model: Classifier) -> None:
     named = list(model.named_parameters())
     optimizer = Names(named)
     optimizer.param_groups[0]["factors"] = [0.1 * number for number in range(len(named))]
@@ -315,7 +299,7 @@ class DropsState(Own):
             del self.state[param]
 
 
-def gradients_changed_by_a_step(model: Net) -> None:
+def gradients_changed_by_a_step(model: Classifier) -> None:
     class Keeps(Own):
         def one(self, param: Tensor, group: dict[str, Any]) -> None:
             super().one(param, group)
@@ -345,7 +329,7 @@ class Anchored(Own):
                 param.sub_(0.05 * param.grad / (param.grad.norm() + 1e-3)).lerp_(anchor, 0.5)
 
 
-def parameters_without_a_gradient(model: Net) -> None:
+def parameters_without_a_gradient(model: Classifier) -> None:
     model.body.requires_grad_(False)
     optimizer = Anchored(model.parameters())
     train(model, optimizer, range(2))
@@ -353,7 +337,7 @@ def parameters_without_a_gradient(model: Net) -> None:
     train(model, optimizer, range(2, 4))
 
 
-def whole_state_of_adafactor(model: Net) -> None:
+def whole_state_of_adafactor(model: Classifier) -> None:
     plain = make()
     before = torch.optim.Adafactor(plain.parameters())
     train(plain, before, range(2))
@@ -362,7 +346,7 @@ def whole_state_of_adafactor(model: Net) -> None:
     train(model, optimizer, range(2, 4))
 
 
-def new_head(model: Net) -> None:
+def new_head(model: Classifier) -> None:
     torch.manual_seed(1)
     model.head = nn.Linear(24, 7)
     model(torch.ones(2, 3, dtype=torch.long))
@@ -398,16 +382,23 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-@on_ranks(2)
-def test_training_is_that_of_one_process_bit_for_bit(stage: int) -> None:
-    found: dict[str, float | str] = {}
+def assert_all_like_one_process(stage: int) -> None:
     for name, case in CASES.items():
         oracle, model = make(), make(stage)
         case(oracle)
         case(model)
-        found[name] = furthest(model, oracle)
-    assert not (wrong := {name: far for name, far in found.items() if far != 0.0}), wrong
+        assert furthest(model, oracle) == 0.0, name
+
+
+@on_ranks(2)
+def test_training_is_that_of_one_process_bit_for_bit() -> None:
+    assert_all_like_one_process(3)
+
+
+@pytest.mark.slow
+@on_ranks(2, stage=[1, 2])
+def test_training_is_that_of_one_process_bit_for_bit_in_stages_1_and_2(stage: int) -> None:
+    assert_all_like_one_process(stage)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -454,30 +445,29 @@ class CountsInAnObject(Own):
         param.sub_(group["lr"] / self.counter["all"] * param.grad)
 
 
-def _refused(kind: str) -> None:
-    model = make(3)
-    made = {
-        "Clips": lambda: Clips(Own(model.parameters())),
-        "SAM": lambda: SAM(model.parameters()),
-        "Lists": lambda: Lists(model.parameters()),
-        "CountsInAnObject": lambda: CountsInAnObject(model.parameters()),
-    }[kind]()
-    backward(model, 0)
-    made.step(lambda: backward(model, 0))
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("Clips", "another gradient"), ("SAM", "another gradient"), ("Lists", "made like a partitioned")],
+@on_ranks(
+    2,
+    case=[
+        (lambda params: Clips(Own(params)), "another gradient"),
+        (SAM, "another gradient"),
+        (Lists, "made like a partitioned"),
+    ],
 )
-def test_what_cannot_be_right_is_an_error_on_all_ranks(kind: str, words: str) -> None:
-    with pytest.raises(RankError, match=words) as caught:
-        run_ranks(_refused, 2, kind)
-    assert [failure.type_name for failure in caught.value.failures] == ["UsageError"] * 2
+def test_what_cannot_be_right_is_an_error_on_all_ranks(case: tuple[Callable[[Any], Any], str]) -> None:
+    make_optimizer, words = case
+    model = make(3)
+    optimizer = make_optimizer(model.parameters())
+    backward(model, 0)
+    with pytest.raises(zero.UsageError, match=words):
+        optimizer.step(lambda: backward(model, 0))
 
 
+@on_ranks(2)
 def test_a_trial_leaves_the_optimizer_as_it_is() -> None:
-    run_ranks(_refused, 2, "CountsInAnObject")
+    model = make(3)
+    optimizer = CountsInAnObject(model.parameters())
+    backward(model, 0)
+    optimizer.step(lambda: backward(model, 0))
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -505,45 +495,46 @@ class DottedKeys(Own):
         param.sub_(group["lr"] * moment / (moment.norm() + 1e-3))
 
 
-def _accelerated(kind: str, stage: int) -> tuple[Any, Net, Any]:
+def _accelerated(make_optimizer: Callable[[Any], Any], stage: int) -> tuple[Any, Classifier, Any]:
     plugin = zero.ZeroPlugin(stage=stage, collectives="pairwise", gradient_reduction="sum")
     accelerator = zero.ZeroAccelerator(zero_plugin=plugin)
     torch.manual_seed(0)
-    model = Net()
-    made = Average(Bound(model.parameters())) if kind == "Average" else globals()[kind](model.parameters())
-    return accelerator, *accelerator.prepare(model, made)
+    model = Classifier()
+    return accelerator, *accelerator.prepare(model, make_optimizer(model.parameters()))
 
 
-def _save(kind: str, folder: str) -> None:
-    accelerator, model, optimizer = _accelerated(kind, 3)
+@on_ranks(
+    2,
+    case=[
+        (OwnKey, "under 'n', which is no parameter"),
+        (NumberedKeys, "names a state of a parameter 0"),
+        (OwnStateDict, "has 'n' beside its states"),
+        (lambda params: Average(Bound(params)), "state of the Bound inside Average"),
+    ],
+)
+def test_what_a_checkpoint_would_lack_is_an_error(case: tuple[Callable[[Any], Any], str], tmp_path: Path) -> None:
+    make_optimizer, words = case
+    accelerator, model, optimizer = _accelerated(make_optimizer, 3)
+    train(model, optimizer, range(2))
+    with pytest.raises(CheckpointError, match=words):
+        accelerator.save_state(str(tmp_path))
+
+
+def _save(folder: str) -> None:
+    accelerator, model, optimizer = _accelerated(DottedKeys, 3)
     train(model, optimizer, range(2))
     accelerator.save_state(folder)
 
 
-def _resume(kind: str, folder: str, stage: int) -> float:
-    accelerator, model, optimizer = _accelerated(kind, stage)
+def _resume(folder: str) -> None:
+    accelerator, model, optimizer = _accelerated(DottedKeys, 1)
     accelerator.load_state(folder)
     train(model, optimizer, range(2, 4))
     oracle = make()
-    train(oracle, globals()[kind](oracle.parameters()))
-    return furthest(model, oracle)
+    train(oracle, DottedKeys(oracle.parameters()))
+    assert furthest(model, oracle) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("OwnKey", "under 'n', which is no parameter"),
-        ("NumberedKeys", "names a state of a parameter 0"),
-        ("OwnStateDict", "has 'n' beside its states"),
-        ("Average", "state of the Bound inside Average"),
-    ],
-)
-def test_what_a_checkpoint_would_lack_is_an_error(kind: str, words: str, tmp_path: Any) -> None:
-    with pytest.raises(RankError, match=words) as caught:
-        run_ranks(_save, 2, kind, str(tmp_path / "state"))
-    assert {failure.type_name for failure in caught.value.failures} == {"CheckpointError"}
-
-
-def test_names_of_states_may_have_dots(tmp_path: Any) -> None:
-    run_ranks(_save, 2, "DottedKeys", str(tmp_path / "state"))
-    assert run_ranks(_resume, 3, "DottedKeys", str(tmp_path / "state"), 1) == [0.0] * 3
+def test_names_of_states_may_have_dots(tmp_path: Path) -> None:
+    run_ranks(_save, 2, str(tmp_path))
+    run_ranks(_resume, 3, str(tmp_path))

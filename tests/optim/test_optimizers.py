@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.optim.optimizers import rebind_optimizer
-from tests.models import CASES, make_model
-from tests.ranks import run_ranks
+from tests.models import CASES, make_model, train
+from tests.ranks import on_ranks
 
 CASE = CASES["gpt2"]  # tied weights: one parameter in two places
 
@@ -49,20 +48,15 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, ranks: list[int]) -> None:
-    for rank in ranks:
-        (CASE.loss(model, CASE.batch(number, rank)) / len(ranks)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def step_before_and_after(stage: int, kind: str) -> dict[str, Any]:
-    rank, other = dist.get_rank(), nn.Parameter(torch.ones(3))
+@on_ranks(2, case=[(0, "adamw"), (1, "amsgrad"), (2, "momentum"), (3, "adamw"), (3, "amsgrad")])
+def test_states_follow_the_parameters(case: tuple[int, str]) -> None:
+    stage, kind = case
+    other = nn.Parameter(torch.ones(3))
     models, optimizers = [], []
     for _ in range(2):
         model = make_model(CASE)
         optimizer = OPTIMIZERS[kind]([*groups(model), {"params": [other]}])
-        step(model, optimizer, 0, [0, 1])
+        train(model, optimizer, CASE.loss, CASE.batch, range(1), range(2))
         models.append(model)
         optimizers.append(optimizer)
     oracle, model = models
@@ -71,50 +65,29 @@ def step_before_and_after(stage: int, kind: str) -> dict[str, Any]:
     engine = zero.shard_model(model, {"stage": stage, "collectives": "pairwise"})
     rebind_optimizer(optimizers[1], engine)
     rebind_optimizer(optimizers[1], engine)  # changes nothing
-    for number in (1, 2):
-        step(oracle, optimizers[0], number, [0, 1])
-        step(model, optimizers[1], number, [rank])
+    train(oracle, optimizers[0], CASE.loss, CASE.batch, range(1, 3), range(2))
+    train(model, optimizers[1], CASE.loss, CASE.batch, range(1, 3))
     held = [param for group in optimizers[1].param_groups for param in group["params"]]
-    state_shapes = {
-        tuple(value.to_local().shape) == tuple(param.to_local().shape)
-        for param, state in optimizers[1].state.items()
-        for value in state.values()
-        if isinstance(value, DTensor)
-    }
-    weights, wanted = whole_state_dict(model), oracle.state_dict()
-    return {
-        "holds_ours": {id(param) for param in held} == {id(param) for param in model.parameters()} | {id(other)},
-        "same_groups": [id(group) for group in optimizers[1].param_groups] == group_objects,
-        "order": [tuple(param.shape) for param in held]
-        == [tuple(param.shape) for group in optimizers[0].param_groups for param in group["params"]],
-        "states": len(optimizers[1].state) == len(optimizers[0].state),
-        "state_shapes": state_shapes,
-        "forgets": all(id(param) not in before for param in held) == (stage > 0),
-        "furthest": max(((weights[name] - value).abs().max().item()) for name, value in wanted.items()),
-    }
+    theirs = [param for group in optimizers[0].param_groups for param in group["params"]]
+    assert {id(param) for param in held} == {id(param) for param in model.parameters()} | {id(other)}
+    assert [id(group) for group in optimizers[1].param_groups] == group_objects
+    assert [tuple(param.shape) for param in held] == [tuple(param.shape) for param in theirs]
+    assert len(optimizers[1].state) == len(optimizers[0].state)
+    cut = [(p, v) for p, state in optimizers[1].state.items() for v in state.values() if isinstance(v, DTensor)]
+    assert bool(cut) == (stage > 0)
+    assert all(value.to_local().shape == param.to_local().shape for param, value in cut)
+    assert all(id(param) not in before for param in held) == (stage > 0)
+    weights = whole_state_dict(model)
+    assert max((weights[name] - value).abs().max().item() for name, value in oracle.state_dict().items()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "adamw"), (1, "amsgrad"), (2, "momentum"), (3, "adamw"), (3, "amsgrad")]
-)
-def test_states_follow_the_parameters(stage: int, kind: str) -> None:
-    for found in run_ranks(step_before_and_after, 2, stage, kind):
-        assert found.pop("furthest") < 1e-5
-        assert found.pop("state_shapes") == ({True} if stage else set())
-        assert all(found.values()), found
-
-
-def step_without_rebinding(stage: int) -> None:
+@on_ranks(2)
+def test_a_step_of_an_optimizer_left_behind_is_an_error() -> None:
     model = make_model(CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero.shard_model(model, {"stage": stage, "collectives": "pairwise"})
-    step(model, optimizer, 0, [dist.get_rank()])
-
-
-def test_a_step_of_an_optimizer_left_behind_is_an_error() -> None:
-    for failure in run_ranks(step_without_rebinding, 2, 3, expect_failure=True):
-        assert failure.type_name == "PartitionError"
-        assert "ZeroAccelerator.prepare" in failure.message
+    zero.shard_model(model, {"stage": 3, "collectives": "pairwise"})
+    with pytest.raises(zero.PartitionError, match=r"ZeroAccelerator\.prepare"):
+        train(model, optimizer, CASE.loss, CASE.batch, range(1))
 
 
 def test_optimizers_are_heard_from_the_first_engine_on_once_a_process() -> None:

@@ -20,13 +20,13 @@ from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.engine.engine import engine_of
 from hf_zero.optim.kinds import is_elementwise
 from hf_zero.optim.owners import spread
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import next_turn, on_ranks, run_alone, run_ranks
 
 STEPS = 4
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class Net(nn.Module):
+class Classifier(nn.Module):
     """Rows that divide by nothing, vectors, and an embedding."""
 
     def __init__(self) -> None:
@@ -227,18 +227,22 @@ WHOLE: dict[str, Make] = {
 }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int] = range(STEPS)) -> None:
-    """Train; only rank 0 has a loss, so that sums over the ranks have the bits of one process."""
-    weight = 1.0 if not dist.is_initialized() or dist.get_rank() == 0 or model.__dict__.get("is_oracle") else 0.0
-    for number in steps:
-        generator = torch.Generator().manual_seed(number)
-        ids, labels = torch.randint(31, (8, 5), generator=generator), torch.randint(7, (8,), generator=generator)
+def backward(model: nn.Module, number: int) -> Tensor:
+    """Only rank 0 has a loss, so that sums over the ranks have one term, and the bits of one process."""
+    draw = torch.Generator().manual_seed(number)
+    ids, labels = torch.randint(31, (8, 5), generator=draw), torch.randint(7, (8,), generator=draw)
+    is_heard = not dist.is_initialized() or dist.get_rank() == 0 or model.__dict__.get("is_oracle")
+    loss: Tensor = nn.functional.cross_entropy(model(ids), labels) * (1.0 if is_heard else 0.0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss
 
-        def closure(ids: Tensor = ids, labels: Tensor = labels) -> Tensor:
+
+def train(model: nn.Module, optimizer: Any, steps: Iterable[int] = range(STEPS)) -> None:
+    for number in steps:
+
+        def closure(number: int = number) -> Tensor:
             optimizer.zero_grad()
-            loss: Tensor = nn.functional.cross_entropy(model(ids), labels) * weight
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
+            return backward(model, number)
 
         if isinstance(optimizer, Around):
             optimizer.step(closure)
@@ -247,9 +251,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
             optimizer.step()
 
 
-def make(stage: int | None = None, **options: Any) -> Net:
+def make(stage: int | None = None, **options: Any) -> Classifier:
     torch.manual_seed(0)
-    model = Net()
+    model = Classifier()
     if stage is None:
         model.__dict__["is_oracle"] = True
     else:
@@ -263,65 +267,72 @@ def furthest(model: nn.Module, wanted: nn.Module) -> float:
     return max(float((weights[name] - value).abs().max()) for name, value in wanted.state_dict().items())
 
 
-def differences(kinds: dict[str, str], stage: int, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, where in kinds.items():
-        factory = (ROWS if name in ROWS else WHOLE)[name]
-        oracle, model = make(), make(stage, **options)
-        ours = factory(model)
-        train(oracle, factory(oracle))
-        train(model, ours)
-        stepping = vars(ours)["_zero_stepping"]
-        found[name] = (furthest(model, oracle), "rows" if stepping.owners is None else "whole") == (0.0, where)
-        held = [param for group in ours.param_groups for param in group["params"]]
-        found[f"{name} holds its own"] = all(isinstance(param, DTensor) for param in held)
-        found[f"{name} counts"] = getattr(ours, "num_steps", STEPS) in (STEPS, 0)
-    return found
+def assert_like_one_process(name: str, where: str, stage: int, **options: Any) -> None:
+    factory = (ROWS if name in ROWS else WHOLE)[name]
+    oracle, model = make(), make(stage, **options)
+    ours = factory(model)
+    train(oracle, factory(oracle))
+    train(model, ours)
+    assert furthest(model, oracle) == 0.0, name
+    assert ("rows" if vars(ours)["_zero_stepping"].owners is None else "whole") == where, name
+    assert all(isinstance(param, DTensor) for group in ours.param_groups for param in group["params"]), name
+    assert getattr(ours, "num_steps", STEPS) in (STEPS, 0), name
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "stage"),
-    [(2, 1), (2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (3, 3)))],
-)
-def test_any_optimizer_equals_one_process_bit_for_bit(num_ranks: int, stage: int) -> None:
-    kinds = {**dict.fromkeys(ROWS, "rows"), **dict.fromkeys(WHOLE, "whole")}
-    for found in run_ranks(differences, num_ranks, kinds, stage):
-        assert not [name for name, is_right in found.items() if not is_right]
+def assert_all_like_one_process(stage: int) -> None:
+    for name, where in (dict.fromkeys(ROWS, "rows") | dict.fromkeys(WHOLE, "whole")).items():
+        assert_like_one_process(name, where, stage)
 
 
-def test_replicas_and_choices() -> None:
-    for found in run_ranks(differences, 4, {"Muon": "whole", "AdamW": "rows"}, 3, replicate=2):
-        assert all(found.values()), found
-    for found in run_ranks(differences, 2, {"AdamW": "whole", "Rprop": "whole"}, 2, optimizer_on="whole"):
-        assert all(found.values()), found
+@on_ranks(2, stage=[1, 3])
+def test_any_optimizer_equals_one_process_bit_for_bit(stage: int) -> None:
+    assert_all_like_one_process(stage)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_any_optimizer_equals_one_process_bit_for_bit_in_stage_2() -> None:
+    assert_all_like_one_process(2)
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_any_optimizer_equals_one_process_bit_for_bit_on_three_ranks() -> None:
+    assert_all_like_one_process(3)
+
+
+@on_ranks(4, name=["Muon", "AdamW"])
+def test_any_optimizer_steps_among_replicas(name: str) -> None:
+    assert_like_one_process(name, "rows" if name in ROWS else "whole", 3, replicate=2)
+
+
+@on_ranks(2, name=["AdamW", "Rprop"])
+def test_users_choose_that_an_optimizer_steps_on_whole_parameters(name: str) -> None:
+    assert_like_one_process(name, "whole", 2, optimizer_on="whole")
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
 
 
-def step_across(kind: str) -> None:
+@on_ranks(
+    2,
+    case=[
+        ("norm", "when another has another gradient"),
+        ("lbfgs", "one search direction"),
+        ("adapters", "computes the step of one matrix of an adapter from the other"),
+    ],
+)
+def test_an_optimizer_that_looks_across_parameters_is_an_error(case: tuple[str, str]) -> None:
+    kind, why = case
     model = make(3)
     if kind == "adapters":
         names, params = zip(*model.named_parameters(), strict=True)
         optimizer: Any = LoraFAOptimizer([{"params": params, "names": names, "scaling_factor": 1.0, "lr": 0.1}])
     else:
         optimizer = GlobalNorm(model.parameters()) if kind == "norm" else torch.optim.LBFGS(model.parameters())
-    train(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("norm", "when another has another gradient"),
-        ("lbfgs", "one search direction"),
-        ("adapters", "computes the step of one matrix of an adapter from the other"),
-    ],
-)
-def test_an_optimizer_that_looks_across_parameters_is_an_error(kind: str, why: str) -> None:
-    for failure in run_ranks(step_across, 2, kind, expect_failure=True):
-        assert failure.type_name == "UsageError"
-        assert why in failure.message
-        assert "stage 0" in failure.message
+    with pytest.raises(zero.UsageError, match=why) as caught:
+        train(model, optimizer)
+    assert "stage 0" in str(caught.value)
 
 
 class Lomo:
@@ -339,7 +350,7 @@ class Lomo:
 
 
 def lomo_before_or_after(is_first: bool) -> None:
-    model = Net()
+    model = Classifier()
     if is_first:
         Lomo(model)
     zero.shard_model(model, {"stage": 2, "collectives": "pairwise"})
@@ -372,44 +383,36 @@ class Failing(Plain):
         return grad
 
 
-def step_that_fails() -> tuple[bool, str]:
+@on_ranks(2)
+def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
     model = make(3, optimizer_on="rows")
     optimizer = Failing(model.parameters())
     held = [id(param) for param in optimizer.param_groups[0]["params"]]
     with pytest.raises(ArithmeticError):
         train(model, optimizer)
-    kept = [id(param) for param in optimizer.param_groups[0]["params"]] == held
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, other)
-    return kept, type(copy.deepcopy(optimizer)).__name__
+    assert [id(param) for param in optimizer.param_groups[0]["params"]] == held
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert type(copy.deepcopy(optimizer)) is Failing
 
 
-def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
-    assert run_ranks(step_that_fails, 2) == [(True, "Failing")] * 2
-
-
-def whole_state_is_refused() -> str:
+@on_ranks(2)
+def test_a_part_of_a_state_is_not_given_for_the_whole() -> None:
     model = make(2)
     optimizer = Trusting(model.parameters())
     train(model, Orthogonal(model.parameters()), range(1))
     optimizer.state_dict()  # nothing in it
     orthogonal = Orthogonal(model.parameters())
     train(model, orthogonal, range(1))
-    with pytest.raises(zero.UsageError) as caught:
+    with pytest.raises(zero.UsageError, match="save_state"):
         orthogonal.state_dict()
-    return str(caught.value)
-
-
-def test_a_part_of_a_state_is_not_given_for_the_whole() -> None:
-    for said in run_ranks(whole_state_is_refused, 2):
-        assert "save_state" in said
 
 
 # --- exchanges ----------------------------------------------------------------------------------------------------------
 
 
-def bytes_moved(stage: int) -> dict[str, int]:
-    model = make(stage)
+@on_ranks(2)
+def test_owners_receive_rows_and_send_them_back() -> None:
+    model = make(3)
     engine = engine_of(model)
     assert engine is not None
     optimizer = torch.optim.Muon(matrices(model), lr=1e-2)
@@ -417,16 +420,12 @@ def bytes_moved(stage: int) -> dict[str, int]:
     ledger = engine.world.ledger
     ledger.reset()
     train(model, optimizer, range(1, 2))
-    return {f"{kind} {unit}": entry.bytes for (kind, unit), entry in ledger.entries.items() if "owners" in kind}
-
-
-def test_owners_receive_rows_and_send_them_back() -> None:
-    found = run_ranks(bytes_moved, 2, 3)
-    psi = 4 * sum(param.numel() for param in matrices(Net()))
-    for kind in ("to_owners parameters", "to_owners gradients", "from_owners parameters"):
+    psi = 4 * sum(param.numel() for param in matrices(model))
+    for kind, unit in (("to_owners", "parameters"), ("to_owners", "gradients"), ("from_owners", "parameters")):
         # Psi (N - 1) / N^2 a rank, on average: what one owner does not receive, the other does.
-        total = sum(received[kind] for received in found)
-        assert abs(total - psi / 2) <= 4 * 40 * 4, (kind, total)  # but for rows that do not divide
+        total = torch.tensor(ledger.entries[kind, unit].bytes)
+        dist.all_reduce(total)
+        assert abs(total - psi / 2) <= 4 * 40 * 4, (kind, unit, total)  # but for rows that do not divide
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
@@ -447,31 +446,25 @@ def test_every_parameter_has_an_owner_whatever_its_shape() -> None:
 # --- states: frozen layers, loading, checkpoints --------------------------------------------------------------------------
 
 
-def unfreeze_and_load() -> tuple[float, float]:
-    results = []
-    for optimizer_class in (Orthogonal, Marked):
-        oracle, model = make(), make(3)
-        optimizers = []
-        for each in (oracle, model):
-            each.body.requires_grad_(False)
-            optimizer = optimizer_class([p for p in each.parameters() if p.requires_grad])
-            train(each, optimizer, range(2))
-            each.body.requires_grad_(True)
-            optimizer.add_param_group({"params": list(each.body.parameters()), "lr": 0.02})
-            train(each, optimizer, range(2, 4))
-            optimizers.append(optimizer)
-        state = copy.deepcopy(optimizers[0].state_dict())
-        fresh = optimizer_class([p for p in model.parameters() if id(p) not in set(map(id, model.body.parameters()))])
-        fresh.add_param_group({"params": list(model.body.parameters())})
-        fresh.load_state_dict(state)  # whole, as a plain run saves it
-        train(oracle, optimizers[0], range(4, 6))
-        train(model, fresh, range(4, 6))
-        results.append(furthest(model, oracle))
-    return results[0], results[1]
-
-
-def test_layers_unfrozen_later_and_whole_states_that_are_loaded() -> None:
-    assert run_ranks(unfreeze_and_load, 2) == [(0.0, 0.0)] * 2
+@on_ranks(2, optimizer_class=[Orthogonal, Marked])
+def test_layers_unfrozen_later_and_whole_states_that_are_loaded(optimizer_class: type[Plain]) -> None:
+    oracle, model = make(), make(3)
+    optimizers = []
+    for each in (oracle, model):
+        each.body.requires_grad_(False)
+        optimizer = optimizer_class([p for p in each.parameters() if p.requires_grad])
+        train(each, optimizer, range(2))
+        each.body.requires_grad_(True)
+        optimizer.add_param_group({"params": list(each.body.parameters()), "lr": 0.02})
+        train(each, optimizer, range(2, 4))
+        optimizers.append(optimizer)
+    state = copy.deepcopy(optimizers[0].state_dict())
+    fresh = optimizer_class([p for p in model.parameters() if id(p) not in set(map(id, model.body.parameters()))])
+    fresh.add_param_group({"params": list(model.body.parameters())})
+    fresh.load_state_dict(state)  # whole, as a plain run saves it
+    train(oracle, optimizers[0], range(4, 6))
+    train(model, fresh, range(4, 6))
+    assert furthest(model, oracle) == 0.0
 
 
 SAVED: dict[str, Make] = {"orthogonal": WHOLE["orthogonal"], "robust": WHOLE["robust"], "Adafactor": WHOLE["Adafactor"]}
@@ -481,31 +474,34 @@ def accelerated(name: str, stage: int) -> tuple[Any, nn.Module, Any]:
     plugin = zero.ZeroPlugin(stage=stage, collectives="pairwise", gradient_reduction="sum", timeout_s=20)
     accelerator = zero.ZeroAccelerator(zero_plugin=plugin)
     torch.manual_seed(0)
-    model = Net()
+    model = Classifier()
     model, optimizer = accelerator.prepare(model, SAVED[name](model))
     return accelerator, model, optimizer
 
 
-def save_after_two(folder: str, name: str, stage: int) -> None:
-    accelerator, model, optimizer = accelerated(name, stage)
-    train(model, optimizer, range(2))
-    accelerator.save_state(folder)
+def save_after_two(folder: Path, stage: int) -> None:
+    for name in SAVED:
+        next_turn()
+        accelerator, model, optimizer = accelerated(name, stage)
+        train(model, optimizer, range(2))
+        accelerator.save_state(str(folder / name))
 
 
-def go_on(folder: str, name: str, stage: int) -> float:
-    oracle = make()
-    train(oracle, SAVED[name](oracle))
-    accelerator, model, optimizer = accelerated(name, stage)
-    accelerator.load_state(folder)
-    train(model, optimizer, range(2, STEPS))
-    return furthest(model, oracle)
+def go_on(folder: Path, stage: int) -> None:
+    for name in SAVED:
+        next_turn()
+        oracle = make()
+        train(oracle, SAVED[name](oracle))
+        accelerator, model, optimizer = accelerated(name, stage)
+        accelerator.load_state(str(folder / name))
+        train(model, optimizer, range(2, STEPS))
+        assert furthest(model, oracle) == 0.0, name
 
 
-@pytest.mark.parametrize("name", list(SAVED))
-def test_states_of_owners_are_saved_and_resume_on_other_ranks_and_stages(name: str, tmp_path: Path) -> None:
-    run_ranks(save_after_two, 2, str(tmp_path / "two"), name, 3)
-    assert run_ranks(go_on, 2, str(tmp_path / "two"), name, 1) == [0.0, 0.0]
-    assert run_ranks(go_on, 3, str(tmp_path / "two"), name, 3) == [0.0] * 3
-    assert run_alone(go_on, str(tmp_path / "two"), name, 3) == 0.0
-    run_alone(save_after_two, str(tmp_path / "one"), name, 2)
-    assert run_ranks(go_on, 2, str(tmp_path / "one"), name, 2) == [0.0, 0.0]
+def test_states_of_owners_are_saved_and_resume_on_other_ranks_and_stages(tmp_path: Path) -> None:
+    run_ranks(save_after_two, 2, tmp_path / "two", 3)
+    run_ranks(go_on, 2, tmp_path / "two", 1)
+    run_ranks(go_on, 3, tmp_path / "two", 3)
+    run_alone(go_on, tmp_path / "two", 3)
+    run_alone(save_after_two, tmp_path / "one", 2)
+    run_ranks(go_on, 2, tmp_path / "one", 2)

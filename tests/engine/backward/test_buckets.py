@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_zero as zero
 from hf_zero.engine.backward.buckets import WholeReducer
 from tests.engine.twins import Net, Twins, batch, square_loss
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
 _SMALL = {"stage": 0, "bucket_bytes": 40}  # several buckets
 
@@ -70,16 +70,23 @@ def _chosen_loss(model: nn.Module, own: Chosen) -> Tensor:
     return model(*own).pow(2).mean()
 
 
-def _draw_choice(rank: int, step: int) -> Chosen:
-    return batch(rank, step), ((rank + step // 2) % 3 if step < 6 else step % 2,)
+def _draw_choice(step: int, rank: int) -> Chosen:
+    return batch(step, rank), ((rank + step // 2) % 3 if step < 6 else step % 2,)
 
 
-def _draw_crossing(rank: int, step: int) -> Chosen:
+def _draw_crossing(step: int, rank: int) -> Chosen:
     """Rank 0 has used the last bucket and not the next, the others the next ones and not the last."""
-    return batch(rank, step), (0, 1, 3) if step < 2 else (2, 3) if rank == 0 else (0, 1)
+    return batch(step, rank), (0, 1, 3) if step < 2 else (2, 3) if rank == 0 else (0, 1)
 
 
-def _train(kind: str) -> None:
+_KINDS = [
+    *("plain", "several times", "several times later", "other layers", "crossing", "several backwards"),
+    *("hooked several times", "dropped several times", "dropped by a hook"),
+]
+
+
+@on_ranks(2, 3, kind=_KINDS)
+def test_trains_as_one_process(kind: str) -> None:
     match kind:
         case "plain":
             Twins(make=Net, **_SMALL).step(4)
@@ -111,7 +118,7 @@ def _train(kind: str) -> None:
             twins.step(2)
             for model in (twins.model, twins.reference):
                 model.head.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-            twins.loss(twins.model, twins.own()).backward()
+            twins.backward()
             twins.backward_reference()
             assert twins.model.head.bias.grad is None
             twins.update()
@@ -124,15 +131,10 @@ def _accumulate() -> None:
     twins.step()
     for pattern in ("ss", "ns", "sns", "nns"):
         for place, kind in enumerate(pattern):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * place + twins.rank))
-            if kind == "n":
-                with twins.engine.no_sync():
-                    square_loss(twins.model, x).backward()
-            else:
-                square_loss(twins.model, x).backward()
+            with twins.engine.no_sync() if kind == "n" else contextlib.nullcontext():
+                square_loss(twins.model, batch(10 * place, twins.rank)).backward()
             for rank in range(twins.num_ranks):
-                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * place + rank))
-                (square_loss(twins.reference, x) / twins.num_ranks).backward()
+                (square_loss(twins.reference, batch(10 * place, rank)) / twins.num_ranks).backward()
         twins.update()
 
 
@@ -145,42 +147,25 @@ def _halve() -> None:
     twins = Twins(make=TiedAlone, **_SMALL)
     twins.model.times = 1
     for step in range(2):  # in a bucket, until it has a hook
-        twins.loss(twins.model, batch(twins.rank, step)).backward()
+        twins.loss(twins.model, batch(step, twins.rank)).backward()
         twins.model.zero_grad()
     twins.model.times = 3
     twins.model.shared.weight.register_post_accumulate_grad_hook(halve)
     for step in range(3):
-        twins.loss(twins.model, batch(twins.rank, step)).backward()
+        twins.loss(twins.model, batch(step, twins.rank)).backward()
         alone = []
         for rank in range(twins.num_ranks):
             model = TiedAlone()
             model.load_state_dict(twins.reference.state_dict())
             model.shared.weight.register_post_accumulate_grad_hook(halve)
-            twins.loss(model, batch(rank, step)).backward()
+            twins.loss(model, batch(step, rank)).backward()
             alone.append(model.shared.weight.grad)
         torch.testing.assert_close(twins.model.shared.weight.grad, torch.stack(alone).mean(0))
         twins.model.zero_grad()
 
 
-_KINDS = [
-    "plain",
-    "several times",
-    "several times later",
-    "other layers",
-    "crossing",
-    "several backwards",
-    "hooked several times",
-]
-
-
-@pytest.mark.parametrize("kind", [*_KINDS, "dropped several times", "dropped by a hook"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_trains_as_one_process(kind: str, num_ranks: int) -> None:
-    run_ranks(_train, num_ranks, kind)
-
-
-def _order() -> tuple[list[str], list[int]]:
-    """What happened in the third backward, in order, and how many gradients each exchange had."""
+@on_ranks(2)
+def test_exchanges_begin_while_gradients_still_come() -> None:
     twins = Twins(make=Net, **_SMALL)
     twins.step(2)
     events: list[str] = []
@@ -201,42 +186,30 @@ def _order() -> tuple[list[str], list[int]]:
         mock.patch.object(twins.engine.world.data, "all_reduce", note_exchange),
     ):
         twins.step()
-    return events, sizes
+    num_parameters = len(list(Net().parameters()))
+    assert events.count("gradient") == sum(sizes) == num_parameters and len(sizes) > 3
+    assert events.index("exchange") < num_parameters / 2
+    after_the_last = events[len(events) - events[::-1].index("gradient") :]
+    assert len(after_the_last) <= 2
 
 
-def test_exchanges_begin_while_gradients_still_come() -> None:
-    for events, sizes in run_ranks(_order, 2):
-        num_parameters = len(list(Net().parameters()))
-        assert events.count("gradient") == sum(sizes) == num_parameters and len(sizes) > 3
-        assert events.index("exchange") < num_parameters / 2
-        after_the_last = events[len(events) - events[::-1].index("gradient") :]
-        assert len(after_the_last) <= 2
-
-
-def _like_ddp() -> bool:
-    """The bits of gradients, beside DDP's, on two ranks."""
+@on_ranks(2)
+def test_gradients_have_the_bits_of_ddp() -> None:
     twins = Twins(make=Net, **_SMALL)
     ddp = DistributedDataParallel(twins.reference)
     for step in range(3):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         for model in (twins.model, ddp):
-            square_loss(model, x).backward()
-        pairs = zip(twins.model.parameters(), twins.reference.parameters(), strict=True)
-        if not all(torch.equal(left.grad, right.grad) for left, right in pairs):
-            return False
-    return True
-
-
-def test_gradients_have_the_bits_of_ddp() -> None:
-    assert run_ranks(_like_ddp, 2) == [True] * 2
+            square_loss(model, batch(step, twins.rank)).backward()
+        for left, right in zip(twins.model.parameters(), twins.reference.parameters(), strict=True):
+            assert torch.equal(left.grad, right.grad)
 
 
 def _fail(_: Tensor) -> None:
     raise ValueError("broken")
 
 
-def _break_off(where: str) -> None:
-    """A backward that raises leaves nothing behind that the next one could trip over."""
+@on_ranks(2, 3, where=["here", "elsewhere", "on one rank"])
+def test_a_backward_that_broke_off_leaves_nothing_behind(where: str) -> None:
     twins = Twins(make=Net, **_SMALL, timeout_s=20)
     twins.step(2)
     place = twins.rank if where == "elsewhere" else 0
@@ -252,12 +225,6 @@ def _break_off(where: str) -> None:
             square_loss(twins.model, twins.own()).backward()
     twins.optimizers[0].zero_grad()
     twins.step(2)
-
-
-@pytest.mark.parametrize("where", ["here", "elsewhere", "on one rank"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_backward_that_broke_off_leaves_nothing_behind(where: str, num_ranks: int) -> None:
-    run_ranks(_break_off, num_ranks, where)
 
 
 @on_ranks(2)

@@ -2,14 +2,13 @@
 
 import contextlib
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero as zero
-from tests.engine.twins import ALL_STAGES
+from tests.engine.twins import STAGES
 from tests.ranks import on_ranks
 
 
@@ -57,10 +56,9 @@ def _losses(model: nn.Module, num_micros: int) -> list[float]:
     return found
 
 
-@ALL_STAGES
-@pytest.mark.parametrize(("num_micros", "broadcasts"), [(1, True), (2, True), (1, False)])
-@on_ranks(2)
-def test_buffers_are_those_of_ddp(stage: int, num_micros: int, broadcasts: bool) -> None:
+@on_ranks(2, stage=STAGES, case=[(1, True), (2, True), (1, False)])
+def test_buffers_are_those_of_ddp(stage: int, case: tuple[int, bool]) -> None:
+    num_micros, broadcasts = case
     expected = _losses(DistributedDataParallel(_make(), broadcast_buffers=broadcasts), num_micros)
     model = _make()
     engine = zero.shard_model(model, {"stage": stage, "broadcast_buffers": broadcasts})

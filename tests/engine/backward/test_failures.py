@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from tests.engine.twins import ALL_STAGES, SHORT_S, Net, Twins, square_loss
+from tests.engine.twins import SHORT_S, STAGES, Net, Twins, square_loss
 from tests.ranks import RankFailure, on_ranks, run_ranks
 
 
@@ -37,9 +38,7 @@ class Fragile(Net):
         return self.head(self.blocks[2](_Fuse.apply(x, self)))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES, where=["forward", "backward"])
 def test_step_after_an_exception_on_all_ranks_is_clean(stage: int, where: str) -> None:
     twins = Twins(stage, Fragile)
     for _ in range(2):
@@ -61,7 +60,7 @@ def _one_rank_breaks(stage: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@ALL_STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_exception_on_one_rank_is_a_named_error_on_the_other(stage: int, where: str) -> None:
     left, right = run_ranks(_one_rank_breaks, 2, stage, where, expect_failure=True)
     assert isinstance(right, RankFailure) and right.type_name == "ZeroDivisionError"
@@ -85,20 +84,14 @@ def test_rank_that_dies_is_named_by_those_that_wait(stage: int) -> None:
     assert "lost rank 1" in left.message
 
 
-def _one_rank_alone(what: str) -> str:
+@on_ranks(2, what=["forward", "load_state_dict"])
+def test_call_on_one_rank_only_names_the_missing_rank(what: str) -> None:
     twins = Twins(3, timeout_s=SHORT_S)
     twins.step()
     if twins.rank == 0:
         with pytest.raises(zero.CollectiveError, match="rank 1") as caught:
             twins.model(twins.own()) if what == "forward" else twins.model.load_state_dict(twins.reference.state_dict())
-        return str(caught.value)
-    return ""
-
-
-@pytest.mark.parametrize("what", ["forward", "load_state_dict"])
-def test_call_on_one_rank_only_names_the_missing_rank(what: str) -> None:
-    message, _ = run_ranks(_one_rank_alone, 2, what)
-    assert ("load_state_dict" if what == "load_state_dict" else "gather of 'enter'") in message
+        assert ("load_state_dict" if what == "load_state_dict" else "gather of 'enter'") in str(caught.value)
 
 
 class Branching(Net):
@@ -124,23 +117,25 @@ def _calls_differ(order: tuple[int, ...], prefetch_bytes: int) -> str:
         return str(error)
     for rank in range(2):
         twins.reference.order = orders[rank]
-        (square_loss(twins.reference, twins.draw(rank, twins.steps_done)) / 2).backward()
+        (square_loss(twins.reference, twins.draw(twins.steps_done, rank)) / 2).backward()
     twins.update()
     return "right"
 
 
-_ORDERS = pytest.mark.parametrize("order", [(0, 2), (1, 0, 2), (0, 1, 2, 2)], ids=["skipped", "swapped", "twice"])
+_ORDERS = {"skipped": (0, 2), "swapped": (1, 0, 2), "twice": (0, 1, 2, 2)}
 
 
-@_ORDERS
-def test_ranks_that_call_other_units_name_each_other(order: tuple[int, ...]) -> None:
-    messages = run_ranks(_calls_differ, 2, order, 0)
-    assert "rank 1 in gather of " in messages[0] and "rank 0 in gather of " in messages[1]
+@pytest.mark.parametrize("order", _ORDERS)
+@on_ranks(2)
+def test_ranks_that_call_other_units_name_each_other(order: str) -> None:
+    peer = 1 - dist.get_rank()
+    assert f"rank {peer} in gather of " in _calls_differ(_ORDERS[order], 0)
 
 
-@_ORDERS
+@on_ranks(2, order=list(_ORDERS.values()))
 def test_ranks_that_call_other_units_never_see_other_weights_where_all_are_prefetched(order: tuple[int, ...]) -> None:
-    messages = run_ranks(_calls_differ, 2, order, 2**20)
+    messages = [""] * 2
+    dist.all_gather_object(messages, _calls_differ(order, 2**20))
     assert messages == ["right", "right"] or "right" not in messages
 
 
@@ -177,27 +172,22 @@ def _breaks_apart(stage: int) -> str:
     return "right"
 
 
+@on_ranks(2)
 def test_ranks_whose_users_hooks_raise_at_different_places_name_each_other_or_go_on() -> None:
-    assert run_ranks(_breaks_apart, 2, 0) == ["right", "right"]  # had exchanged nothing yet
-    left, right = run_ranks(_breaks_apart, 2, 3)
-    assert "rank 1" in left and "rank 0" in right
+    assert _breaks_apart(0) == "right"  # had exchanged nothing yet
+    assert f"rank {1 - dist.get_rank()}" in _breaks_apart(3)
 
 
-def _second_model_on_one_rank() -> str:
+@on_ranks(2)
+def test_backward_that_reaches_a_second_model_on_one_rank_only_names_the_ranks() -> None:
     twins, others = Twins(3, timeout_s=SHORT_S), Twins(3, timeout_s=SHORT_S)
     for _ in range(2):
         square_loss(others.model, twins.model(twins.own())).backward()
     hidden = twins.model(twins.own())
     output = others.model(hidden if twins.rank == 0 else hidden.detach()).pow(2).mean()
     loss = hidden.pow(2).mean() + (output if twins.rank == 0 else output.detach())
-    with pytest.raises(zero.CollectiveError) as caught:
+    with pytest.raises(zero.CollectiveError, match=f"rank {1 - twins.rank}"):
         loss.backward()
-    return str(caught.value)
-
-
-def test_backward_that_reaches_a_second_model_on_one_rank_only_names_the_ranks() -> None:
-    left, right = run_ranks(_second_model_on_one_rank, 2)
-    assert "rank 1" in left and "rank 0" in right
 
 
 @on_ranks(2)
@@ -207,4 +197,4 @@ def test_gradients_of_different_steps_never_meet_unseen() -> None:
         twins.own().requires_grad_().sum().backward()
         twins.optimizers[0].step()
     with pytest.raises(zero.CollectiveError, match=r"different numbers of optimizer steps \(\[0, 1\], by rank\)"):
-        twins.loss(twins.model, twins.own()).backward()
+        twins.backward()

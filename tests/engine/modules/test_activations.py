@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero import torch_compat
 from hf_zero.errors import UsageError
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.ranks import alone, on_ranks, run_ranks
 from tests.tensor_axis import BATCH, LENGTH, load, loss_of, saved, shared_folder, tokens
 
 _HIDDEN, _LAYERS = 24, 2
@@ -102,8 +103,14 @@ def test_each_rank_keeps_a_part_of_each_input_and_gradients_have_the_same_bits(
         assert (whole["stored"], whole["gathers"]) == ({}, None)
 
 
-def _odd(size: int, shape: tuple[int, ...]) -> list[int]:
+_SHAPES = {2: [(3, 7), (2, 3)], 3: [(5, 5), (2, 2)]}
+
+
+@on_ranks(2, 3, number=[0, 1])
+def test_lengths_that_do_not_divide_are_padded(number: int) -> None:
     """Packs and unpacks inputs of a layer that two others are given too."""
+    size = dist.get_world_size()
+    shape = _SHAPES[size][number]
     config = {"stage": 2, "tp_size": size, "collectives": "pairwise", "activations": {"partition": True}}
     with zero.Init(config):
         engine = zero.shard_model(load(shared_folder("llama")))
@@ -115,20 +122,13 @@ def _odd(size: int, shape: tuple[int, ...]) -> list[int]:
     given[0].add_(1)
     assert owner.pack(given[0]) is not packed[0]  # it is another input now
     kept = [packed[0], *packed[2:]]
-    sizes = [part.values.numel() for part in kept]
+    assert [part.values.numel() for part in kept] == [-(-given[0].numel() // size)] * 3
     given[0].sub_(1)
     for at, (part, tensor) in reversed(list(enumerate(zip(kept, given, strict=True)))):
         torch.testing.assert_close(owner.unpack(part), tensor, rtol=0, atol=1e-6)
         assert at == 0 or kept[at - 1].arriving is not None  # the one before is on its way
     assert torch.equal(owner.unpack(owner.pack(given[1])), given[1])
     assert owner.pack(torch.arange(9)).dtype == torch.int64  # a mask, positions: kept as they are
-    return sizes
-
-
-def test_lengths_that_do_not_divide_are_padded() -> None:
-    for num_ranks, shape in ((2, (3, 7)), (3, (5, 5)), (3, (2, 2)), (2, (2, 3))):
-        numel = shape[0] * shape[1]
-        assert run_ranks(_odd, num_ranks, num_ranks, shape) == [[-(-numel // num_ranks)] * 3] * num_ranks
 
 
 @on_ranks(2)
@@ -147,9 +147,14 @@ def test_ranks_with_other_inputs_are_told_so() -> None:
         engine.activations.pack(torch.full((3, 3), float(dist.get_rank())))
 
 
-def _alone(activations: dict[str, bool]) -> tuple[list[str], bool]:
-    import logging
-
+@alone(
+    case=[
+        ({"partition": True}, "partition: there is no tensor axis (tp_size is 1), so nothing is partitioned"),
+        ({"offload": True}, "offload: the model is in host memory already, so nothing is offloaded"),
+    ]
+)
+def test_without_a_tensor_axis_or_a_device_it_says_that_there_is_nothing_to_do(case: tuple[Any, str]) -> None:
+    activations, expected = case
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -158,16 +163,8 @@ def _alone(activations: dict[str, bool]) -> tuple[list[str], bool]:
     engine = zero.shard_model(model, {"stage": 2, "activations": activations})
     model.gradient_checkpointing_enable()
     loss_of(model, tokens(0, 0)).backward()
-    return said, engine.activations.is_needed
-
-
-def test_without_a_tensor_axis_or_a_device_it_says_that_there_is_nothing_to_do() -> None:
-    said, is_needed = run_alone(_alone, {"partition": True})
-    assert said == ["activations.partition: there is no tensor axis (tp_size is 1), so nothing is partitioned"]
-    assert not is_needed
-    said, is_needed = run_alone(_alone, {"offload": True})
-    assert said == ["activations.offload: the model is in host memory already, so nothing is offloaded"]
-    assert not is_needed
+    assert said == [f"activations.{expected}"]
+    assert not engine.activations.is_needed
 
 
 def test_the_papers_example() -> None:

@@ -2,92 +2,49 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 import hf_zero as zero
 from hf_zero.engine.modules.float32 import find_modules
+from tests.engine.twins import SAME_BITS, Twins
 from tests.models import CASES, make_model
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.ranks import on_ranks
 
-CASE, NORMS, NUM_STEPS = CASES["llama"], "LlamaRMSNorm", 3
-
-
-def whole(param: Tensor) -> Tensor:
-    return param.detach().full_tensor() if isinstance(param, DTensor) else param.detach().clone()
+CASE, NORMS = CASES["llama"], "LlamaRMSNorm"
 
 
-def train(stage: int, dtype: str, keep: list[str]) -> tuple[list[float], dict[str, Tensor]]:
-    model, losses, rank = make_model(CASE), [], dist.get_rank()
-    zero.shard_model(model, {"stage": stage, "compute_dtype": dtype, "keep_fp32": keep})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    for step in range(NUM_STEPS):
-        loss = CASE.loss(model, CASE.batch(step, rank))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: whole(param) for name, param in model.named_parameters()}
-
-
-def widen(norm: nn.Module) -> None:
+def compute_in_float32(norm: nn.Module) -> None:
     plain = norm.forward
+    norm.float()
     norm.forward = lambda hidden: plain(hidden.float()).to(hidden.dtype)
 
 
-def oracle(num_ranks: int, dtype: str) -> tuple[list[list[float]], dict[str, Tensor]]:
-    model = make_model(CASE)
-    worker = copy.deepcopy(model)
-    for param in worker.parameters():
-        param.data = param.data.to(getattr(torch, dtype))
-    for module in worker.modules():
-        if type(module).__name__ == NORMS:
-            module.weight.data = module.weight.data.float()
-            widen(module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    losses: list[list[float]] = [[] for _ in range(num_ranks)]
-    for step in range(NUM_STEPS):
-        for rank in range(num_ranks):
-            worker.zero_grad()
-            loss = CASE.loss(worker, CASE.batch(step, rank))
-            loss.backward()
-            losses[rank].append(loss.item())
-            for master, param in zip(model.parameters(), worker.parameters(), strict=True):
-                master.grad = param.grad.float() + (0 if master.grad is None else master.grad)
-        for master in model.parameters():
-            master.grad /= num_ranks
-        optimizer.step()
-        optimizer.zero_grad()
-        for master, param in zip(model.parameters(), worker.parameters(), strict=True):
-            param.data.copy_(master.data)
-    return losses, {name: param.detach() for name, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype", "keep"),
-    [
+@on_ranks(
+    2,
+    case=[
         (1, "bfloat16", [NORMS]),
         (2, "float16", ["*norm"]),
         (3, "bfloat16", ["norm", "*_layernorm"]),
         (3, "float16", [NORMS]),
     ],
 )
-def test_norms_in_float32_are_those_of_one_process(stage: int, dtype: str, keep: list[str]) -> None:
-    losses, weights = run_alone(oracle, 2, dtype)
-    for rank, (found, found_weights) in enumerate(run_ranks(train, 2, stage, dtype, keep)):
-        assert found == losses[rank]
-        for name, value in weights.items():
-            torch.testing.assert_close(found_weights[name], value, rtol=0, atol=0, msg=name)
+def test_norms_in_float32_have_the_bits_of_one_process(case: tuple[int, str, list[str]]) -> None:
+    stage, dtype, keep = case
+    adamw = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # noqa: E731
+    make, options = lambda: make_model(CASE), {"dtype": dtype, "near": SAME_BITS, "keep_fp32": keep}
+    twins = Twins(stage, make, CASE.loss, CASE.batch, optimizer=adamw, **options)
+    for module in twins.worker.modules():
+        if type(module).__name__ == NORMS:
+            compute_in_float32(module)
+    twins.step(3)
 
 
-@pytest.mark.parametrize("autocasts", [False, True])
-@on_ranks(2)
+@on_ranks(2, autocasts=[False, True])
 def test_router_computes_in_float32_and_its_block_goes_on_in_half(autocasts: bool) -> None:
     model = make_model(CASES["mixtral"])
     model.set_experts_implementation("eager")  # torch's grouped product wants wider rows
@@ -106,9 +63,9 @@ def test_router_computes_in_float32_and_its_block_goes_on_in_half(autocasts: boo
     assert seen == [(torch.float32, torch.float32, torch.float32), torch.bfloat16] * 2, seen
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float16", torch.float32), ("bfloat16", torch.bfloat16)])
-@on_ranks(2)
-def test_what_transformers_keeps_in_float32_stays_so(dtype: str, expected: torch.dtype) -> None:
+@on_ranks(2, dtypes=[("float16", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_what_transformers_keeps_in_float32_stays_so(dtypes: tuple[str, torch.dtype]) -> None:
+    dtype, expected = dtypes
     case = CASES["t5"]
     model = make_model(case)
     engine = zero.shard_model(model, {"stage": 3, "compute_dtype": dtype})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from tests.engine.twins import Block, Twins, batch
-from tests.ranks import on_ranks, run_alone
+from tests.ranks import alone, on_ranks
 
 
 def _twice(method: Any) -> Any:
@@ -66,9 +66,7 @@ def _loss(model: Encoder, x: Tensor) -> Tensor:
     return model.head.project(model.encode(x, scale=0.5)).pow(2).mean() + model(x).mean()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[0, 1, 3], when=["before", "after"])
 def test_registered_method_trains_as_forward_does(stage: int, when: str) -> None:
     def make() -> nn.Module:
         model = Encoder()
@@ -91,8 +89,7 @@ def _register(model: Encoder) -> None:
         zero.register_forward_method(model.head, "project")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[1, 3])
 def test_method_that_is_not_registered_fails_and_says_why(stage: int) -> None:
     twins = Twins(stage, Encoder, _loss)
     with pytest.raises(zero.UsageError, match=r"parameter '.*', which hf_zero has partitioned"):
@@ -101,8 +98,7 @@ def test_method_that_is_not_registered_fails_and_says_why(stage: int) -> None:
     twins.step()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[1, 3])
 def test_registered_method_that_raises_leaves_forward_as_it_was(stage: int) -> None:
     twins = Twins(stage, Encoder, _loss)
     _register(twins.model)
@@ -113,8 +109,7 @@ def test_registered_method_that_raises_leaves_forward_as_it_was(stage: int) -> N
     twins.step(2)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[0, 1, 3])
 def test_registered_method_of_a_deep_copy_runs_the_copy(stage: int) -> None:
     twins = Twins(stage, Encoder, _loss)
     _register(twins.model)
@@ -125,20 +120,17 @@ def test_registered_method_of_a_deep_copy_runs_the_copy(stage: int) -> None:
         torch.testing.assert_close(average.head.project(torch.ones(5)), expected.head.project(torch.ones(5)))
 
 
-def _alone() -> None:
+@alone()
+def test_registered_method_works_on_one_rank() -> None:
     twins = Twins(3, Encoder, _loss)
     _register(twins.model)
     twins.step(2)
 
 
-def test_registered_method_works_on_one_rank() -> None:
-    run_alone(_alone)
-
-
-@pytest.mark.parametrize("name", ["no_such", "blocks", "training"])
-def test_name_that_is_no_method_raises(name: str) -> None:
-    with pytest.raises(zero.UsageError, match=name):
-        zero.register_forward_method(Encoder(), name)
+def test_name_that_is_no_method_raises() -> None:
+    for name in ("no_such", "blocks", "training"):
+        with pytest.raises(zero.UsageError, match=name):
+            zero.register_forward_method(Encoder(), name)
 
 
 def test_registered_method_keeps_its_name_and_docstring() -> None:
@@ -147,8 +139,7 @@ def test_registered_method_keeps_its_name_and_docstring() -> None:
     assert model.encode.__name__ == "encode" and model.encode.__doc__ == "Docstring of encode."
 
 
-@pytest.mark.parametrize("name", ["alias", "decorated", "function"])
-@on_ranks(2)
+@on_ranks(2, name=["alias", "decorated", "function"])
 def test_what_is_registered_runs_whatever_its_own_name(name: str) -> None:
     def make() -> nn.Module:
         return nn.Sequential(Block(3), nn.Linear(3, 5), Overriding())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,17 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import hf_zero as zero
 from hf_zero import layout, torch_compat
 from hf_zero.checkpoint.export import whole_state_dict
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of
 from hf_zero.plan.summary import model_states
-from tests.ranks import run_alone, run_ranks
+from tests.models import train
+from tests.ranks import on_ranks, run_alone, run_ranks
 from tests.sharding.test_loading import CountingFile
 from tests.test_memory import live_bytes
 
-_STEPS = 4
 
-
-class Net(nn.Module):
+class Experts(nn.Module):
     """Two experts stacked in front of each other, a matrix of two rows, and layers of the ordinary kind."""
 
     def __init__(self) -> None:
@@ -61,27 +62,18 @@ def _balancing_all() -> Iterator[None]:
 
 def _make(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return Net() if kind == "net" else _mixtral()
+    return Experts() if kind == "net" else _mixtral()
 
 
-def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    ids = torch.randint(0, 37, (2, 6), generator=torch.Generator().manual_seed(100 * step + rank))
-    if isinstance(model, Net):
-        return model(ids).pow(2).mean()
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 37, (2, 6), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _train(model: nn.Module, optimizer: Any, steps: range = range(_STEPS), ranks: range | None = None) -> list[float]:
-    found, own = [], range(dist.get_rank(), dist.get_rank() + 1) if ranks is None else ranks
-    for step in steps:
-        losses = [_loss(model, rank, step) for rank in own]
-        (sum(losses) / len(losses)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(losses[0].detach()))
-    return found
+def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).pow(2).mean() if isinstance(model, Experts) else model(input_ids=ids, labels=ids).loss
+
+
+_train = functools.partial(train, loss=_loss, batch=_batch, clip=0.5)
 
 
 def _optimizer(name: str, model: nn.Module) -> Any:
@@ -102,81 +94,77 @@ def _furthest(model: nn.Module, oracle: nn.Module) -> float:
     return max(float((weights[name] - value).abs().max()) for name, value in oracle.state_dict().items())
 
 
-def _compare(
-    kind: str, configs: list[dict[str, Any]], optimizer: str
-) -> list[tuple[float, float, dict[str, int], float]]:
-    found = []
+def _assert_like_one_process(kind: str, config: dict[str, Any], optimizer: str, within: float) -> ZeroEngine:
+    oracle, model = _make(kind), _make(kind)
+    expected, _ = _train(oracle, _optimizer(optimizer, oracle), ranks=range(dist.get_world_size()))
+    engine = zero.shard_model(model, {"timeout_s": 30, **config})
+    losses, _ = _train(model, _optimizer(optimizer, model))
+    assert abs(losses[0] - expected[dist.get_rank()]) < 1e-6
+    assert _furthest(model, oracle) < within
+    return engine
+
+
+_EVERYWHERE = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "disk"}]
+_EXCHANGED = [{"stage": 3, "collectives": "host"}, {"stage": 3, "collectives": "native"}]
+_FOUR = [{"stage": 2, "replicate": 2}]
+_SECOND = [{"stage": 3, "master_dtype": "float32", "compute_dtype": "float32", "wire": {"secondary": 2}}]
+
+
+def _assert_balanced(kind: str, config: dict[str, Any], folder: Path) -> None:
+    if config.get("offload"):
+        config = {**config, "offload": {"optimizer": "disk", "parameters": "disk", "path": str(folder)}}
     with _balancing_all():
-        oracle = _make(kind)
-        expected = _train(oracle, _optimizer(optimizer, oracle), ranks=range(dist.get_world_size()))
-        for config in configs:
-            model = _make(kind)
-            engine = zero.shard_model(model, {"timeout_s": 30, **config})
-            losses = _train(model, _optimizer(optimizer, model))
-            first = abs(losses[0] - expected[0]) if dist.get_rank() == 0 else 0.0
-            whole = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor)) * 4
-            found.append(
-                (first, _furthest(model, oracle), _dims(model), sum(u.buffer_nbytes for u in engine.units) / whole)
-            )
-    return found
+        engine = _assert_like_one_process(kind, config, "fused", 1e-4)  # what is wrong is off by 1e-2
+        if "replicate" in config:
+            return  # over two ranks, two rows divide
+        model = engine.model
+        names = {"net": {"table.weight", "experts"}, "mixtral": {"model.layers.0.mlp.experts.gate_up_proj"}}[kind]
+        assert names <= _dims(model).keys()
+        whole = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor)) * 4
+        gathered = sum(unit.buffer_nbytes for unit in engine.units) / whole
+        assert kind == "net" or gathered < 1.1  # less than a tenth of what is gathered is padding
 
 
-_CONFIGS: list[dict[str, Any]] = [
-    {"stage": 1},
-    {"stage": 2},
-    {"stage": 3},
-    {"stage": 3, "collectives": "host"},
-    {"stage": 3, "collectives": "native"},
-    {"stage": 3, "master_dtype": "float32", "compute_dtype": "float32", "wire": {"secondary": 2}},
-    {"stage": 2, "replicate": 2},
-]
+@on_ranks(3, config=[*_EVERYWHERE, *_EXCHANGED])
+def test_training_is_that_of_one_process_on_three_ranks(config: dict[str, Any], tmp_path: Path) -> None:
+    _assert_balanced("net", config, tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("net", 3), ("net", 4), ("mixtral", 4)])
-def test_training_is_that_of_one_process(kind: str, num_ranks: int, tmp_path: Path) -> None:
-    configs = [each for each in _CONFIGS if num_ranks == 4 or not ({"wire", "replicate"} & each.keys())]
-    configs = (
-        configs if kind == "net" else [each for each in configs if "collectives" not in each and "wire" not in each]
-    )
-    configs.append({"stage": 3, "offload": {"optimizer": "disk", "parameters": "disk", "path": str(tmp_path)}})
-    for found in run_ranks(_compare, num_ranks, kind, configs, "fused"):
-        for config, (loss, weights, dims, memory) in zip(configs, found, strict=True):
-            assert loss < 1e-6 and weights < 1e-4, (config, loss, weights)  # what is wrong is off by 1e-2
-            names = {"net": {"table.weight", "experts"}, "mixtral": {"model.layers.0.mlp.experts.gate_up_proj"}}[kind]
-            if "replicate" not in config:  # over two ranks, two rows divide
-                assert names <= dims.keys()
-                assert kind == "net" or memory < 1.1, memory  # less than a tenth of what is gathered is padding
+@on_ranks(4, config=[*_EVERYWHERE, *_EXCHANGED, *_FOUR, *_SECOND])
+def test_training_is_that_of_one_process_on_four_ranks(config: dict[str, Any], tmp_path: Path) -> None:
+    _assert_balanced("net", config, tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+@on_ranks(4, config=[*_EVERYWHERE, *_FOUR])
+def test_training_of_mixtral_is_that_of_one_process(config: dict[str, Any], tmp_path: Path) -> None:
+    _assert_balanced("mixtral", config, tmp_path)
+
+
+@on_ranks(3, optimizer=["AdamW", "Adafactor"])
 def test_other_optimizers_see_what_they_see_elsewhere(optimizer: str) -> None:
-    for found in run_ranks(_compare, 3, "net", [{"stage": 2}], optimizer):
-        assert found[0][1] < 2e-5, found
+    with _balancing_all():
+        _assert_like_one_process("net", {"stage": 2}, optimizer, 2e-5)
 
 
-def _steps_by_hand(gradient: str) -> float:
+@on_ranks(3, is_given=[False, True])
+def test_fused_steps_take_any_gradient(is_given: bool) -> None:
     """Fused steps on gradients that no reduction has left: they look at memory, whatever the strides."""
     with _balancing_all():
         oracle, model = _make("net"), _make("net")
         zero.shard_model(model, {"stage": 1, "timeout_s": 30})
         optimizers = [_optimizer("fused", each) for each in (oracle, model)]
         for step in range(3):
-            (sum(_loss(oracle, rank, step) for rank in range(3)) / 3).backward()
+            (sum(_loss(oracle, _batch(step, rank)) for rank in range(3)) / 3).backward()
             with model.no_sync():  # type: ignore[operator]
-                _loss(model, dist.get_rank(), step).backward()
-            if gradient == "given":
+                _loss(model, _batch(step, dist.get_rank())).backward()
+            if is_given:
                 for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
                     assert isinstance(p, DTensor) and q.grad is not None
                     p.grad = distribute_tensor(q.grad.clone(), p.device_mesh, p.placements)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        return _furthest(model, oracle)
-
-
-@pytest.mark.parametrize("gradient", ["not reduced", "given"])
-def test_fused_steps_take_any_gradient(gradient: str) -> None:
-    assert max(run_ranks(_steps_by_hand, 3, gradient)) < 1e-6
+        assert _furthest(model, oracle) < 1e-6
 
 
 class _Stack(nn.Module):
@@ -185,18 +173,15 @@ class _Stack(nn.Module):
         self.experts = nn.Parameter(torch.ones(2, 64, 300))
 
 
-def _held(stage: int) -> tuple[int, int, int]:
+@on_ranks(3, stage=[1, 3])
+def test_memory_is_what_the_engine_and_the_plan_count(stage: int) -> None:
     with _balancing_all():
         before, model, config = live_bytes(), _Stack(), {"stage": stage, "collectives": "pairwise"}
         planned = predict(shapes_of(model), Setting(zero.ZeroConfig(**config), 3), rank=dist.get_rank())
         engine = zero.shard_model(model, config)
-        return live_bytes(engine) - before, model_states(engine).parameters, planned.parameters
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_memory_is_what_the_engine_and_the_plan_count(stage: int) -> None:
-    for held, counted, planned in run_ranks(_held, 3, stage):
-        assert counted == planned == pytest.approx(held, abs=4096)  # rows lie beside the whole copy, in another order
+        held, counted = live_bytes(engine) - before, model_states(engine).parameters
+    # Rows lie beside the whole copy, in another order.
+    assert counted == planned.parameters == pytest.approx(held, abs=4096)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -206,7 +191,7 @@ def _save(folder: str, stage: int) -> None:
     with _balancing_all():
         accelerator, model, optimizer = _accelerated("mixtral", stage)
         model.save_pretrained(f"{folder}/weights")
-        _train(model, optimizer, range(2))
+        _train(model, optimizer, steps=range(2))
         accelerator.save_state(f"{folder}/state")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,8 @@ from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.plan.summary import summary
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.models import train
+from tests.ranks import on_ranks, run_ranks
 from tests.tensor_axis import CONFIGS, load, loss_of, saved, shared_folder, tokens
 
 Values = dict[str, Tensor]
@@ -100,62 +102,43 @@ def test_gradients_have_the_bits_of_tensor_parallelism_alone(name: str) -> None:
 # --- several steps --------------------------------------------------------------------------------------------------
 
 
-def _train(folder: str, stage: int, num_cells: int, config: dict[str, Any]) -> tuple[list[float], list[float], Values]:
-    """Three steps of two batches, clipped, and the weights."""
-    model, engine = _partitioned(folder, stage, **config)
-    data = engine.world.data
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses, norms = [], []
-    share = num_cells // data.num_ranks
-    for step in range(3):
-        for index in range(share):
-            with model.no_sync() if index < share - 1 else torch.enable_grad():
-                loss = loss_of(model, tokens(step, data.rank * share + index)) / share
-                loss.backward()
-            losses.append(loss.item() * share)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()))  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, whole_state_dict(model)
-
-
-def _train_plain(folder: str, num_cells: int) -> tuple[list[float], list[float], Values]:
-    model = load(folder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses, norms = [], []
-    for step in range(3):
-        for cell in range(num_cells):
-            loss = loss_of(model, tokens(step, cell)) / num_cells
-            loss.backward()
-            losses.append(loss.item() * num_cells)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, model.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "stage", "config"),
-    [
-        (4, 1, {}),
-        pytest.param(4, 3, {"collectives": "host"}, marks=pytest.mark.slow),
-        pytest.param(4, 3, {"keep_whole_numel": 24}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {}, marks=pytest.mark.slow),
-        (3, 3, {"tp_size": 3}),
-    ],
-    ids=["2x2 stage 1", "2x2 shared memory", "2x2 norms whole", "1x2", "1x3"],
-)
-def test_training_equals_one_process(num_ranks: int, stage: int, config: dict[str, Any]) -> None:
+def _assert_like_one_process(stage: int, **config: Any) -> None:
     """Losses, norms of raw `clip_grad_norm_`, and weights: sums over the tensor axis are added in another order."""
-    losses, norms, weights = run_alone(_train_plain, saved("llama"), 2)
-    size = config.get("tp_size", 2)
-    for rank, found in enumerate(run_ranks(_train, num_ranks, saved("llama"), stage, 2, config)):
-        cells = num_ranks // size
-        ours = losses if cells == 1 else losses[rank // size :: cells]
-        assert found[0] == pytest.approx(ours, rel=1e-6)
-        assert found[1] == pytest.approx(norms, rel=1e-6)
-        for key, value in found[2].items():
-            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-6, msg=key)
+    folder = shared_folder("llama")
+    plain = load(folder)
+    model, engine = _partitioned(folder, stage, **config)
+    data, found = engine.world.data, []
+    share = 2 // data.num_ranks
+    for each, cells in ((plain, range(2)), (model, range(data.rank * share, (data.rank + 1) * share))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9)
+        found.append(train(each, optimizer, loss_of, tokens, range(3), cells, clip=0.5))
+    (losses, norms), (ours, our_norms) = found
+    assert ours == pytest.approx(losses[data.rank :: data.num_ranks], rel=1e-6)
+    assert our_norms == pytest.approx(norms, rel=1e-6)
+    for key, value in whole_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+@on_ranks(4)
+def test_training_on_two_axes_equals_one_process() -> None:
+    _assert_like_one_process(1)
+
+
+@on_ranks(3)
+def test_training_on_a_tensor_axis_alone_equals_one_process() -> None:
+    _assert_like_one_process(3, tp_size=3)
+
+
+@pytest.mark.slow
+@on_ranks(4, config=[{"collectives": "host"}, {"keep_whole_numel": 24}])
+def test_training_by_shared_memory_or_with_whole_norms_equals_one_process(config: dict[str, Any]) -> None:
+    _assert_like_one_process(3, **config)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_training_on_a_tensor_axis_of_two_equals_one_process() -> None:
+    _assert_like_one_process(2)
 
 
 @on_ranks(4)
@@ -268,77 +251,59 @@ def test_a_whole_model_is_shared_over_the_tensor_axis_with_the_values_of_rank_0(
     loss_of(made, tokens(0, 0)).backward()
 
 
-def _resized(folder: str, size: int) -> list[float]:
-    """Losses of a model with a larger vocabulary, and of a copy of it."""
-    model = load(folder)
-    model.resize_token_embeddings(size, mean_resizing=False)
-    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-        end.weight.data[67:] = 0.01
-    return _descend(model, [0, 1])
+def _descend(model: Any, cells: Iterable[int]) -> list[float]:
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_of, tokens, range(3), list(cells))[0]
 
 
-def _resized_on_two_axes(folder: str, size: int) -> list[list[float]]:
-    found = []
-    for is_late in (False, True):
-        with zero.Init({"stage": 3, "tp_size": 2, "collectives": "pairwise"}):
-            model = load(folder)
-        if is_late:
-            zero.shard_model(model)
-        model.resize_token_embeddings(size, mean_resizing=False)
-        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+def _assert_resized(name: str, size: int, is_late: bool) -> None:
+    """A model with a larger vocabulary, and a copy of it."""
+    folder = shared_folder(name)
+    plain = load(folder)
+    with zero.Init({"stage": 3, "tp_size": 2, "collectives": "pairwise"}):
+        model = load(folder)
+    if is_late:
+        zero.shard_model(model)
+    for each in (plain, model):
+        each.resize_token_embeddings(size, mean_resizing=False)
+        ends = [each.get_input_embeddings(), each.get_output_embeddings()]
         with zero.GatheredParameters([end.weight for end in ends]):
             for end in ends:
                 end.weight.data[67:] = 0.01
-        engine = zero.shard_model(model)
-        found.append(_descend(model, [engine.world.data.rank]))
-        assert all(isinstance(param, PartitionedTensor) for param in model.parameters())
-        copied = copy.deepcopy(model)
-        batch = tokens(9, engine.world.data.rank)
-        before = loss_of(model, batch).item()
-        assert loss_of(copied, batch).item() == before
-        for param in copied.parameters():
-            param.data.mul_(0.5)
-        assert loss_of(copied, batch).item() != before == loss_of(model, batch).item()
-    return found
+    data = zero.shard_model(model).world.data
+    assert _descend(model, [data.rank]) == pytest.approx(_descend(plain, range(2))[data.rank :: 2], rel=1e-6)
+    assert all(isinstance(param, PartitionedTensor) for param in model.parameters())
+    copied = copy.deepcopy(model)
+    batch = tokens(9, data.rank)
+    before = loss_of(model, batch).item()
+    assert loss_of(copied, batch).item() == before
+    for param in copied.parameters():
+        param.data.mul_(0.5)
+    assert loss_of(copied, batch).item() != before == loss_of(model, batch).item()
 
 
-def _descend(model: Any, cells: list[int]) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for step in range(3):
-        for cell in cells:
-            loss = loss_of(model, tokens(step, cell)) / len(cells)
-            loss.backward()
-            losses.append(loss.item() * len(cells))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-@pytest.mark.parametrize(("name", "size"), [pytest.param("llama", 70, marks=pytest.mark.slow), ("tied", 72)])
-def test_resized_embeddings_and_copies_of_models_compute_with_their_own_weights(name: str, size: int) -> None:
-    losses = run_alone(_resized, saved(name), size)
-    for rank, ways in enumerate(run_ranks(_resized_on_two_axes, 4, saved(name), size)):
-        for found in ways:
-            assert found == pytest.approx(losses[rank // 2 :: 2], rel=1e-6)
-
-
-def _with_saved_modules(folder: str, config: dict[str, Any]) -> list[float]:
-    with zero.Init(config, enabled=bool(config)):
-        model = load(folder)
-    torch.manual_seed(1)
-    saves = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head", "o_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model, saves)
-    cells = [zero.shard_model(model).world.data.rank] if config else [0, 1]
-    return _descend(model, cells)
+@on_ranks(4, is_late=[False, True])
+def test_resized_tied_embeddings_and_copies_of_models_compute_with_their_own_weights(is_late: bool) -> None:
+    _assert_resized("tied", 72, is_late)
 
 
 @pytest.mark.slow
+@on_ranks(4, is_late=[False, True])
+def test_resized_embeddings_and_copies_of_models_compute_with_their_own_weights(is_late: bool) -> None:
+    _assert_resized("llama", 70, is_late)
+
+
+@pytest.mark.slow
+@on_ranks(4)
 def test_modules_that_an_adapter_saves_are_trained() -> None:
-    losses = run_alone(_with_saved_modules, saved("llama"), {})
-    config = {"stage": 3, "tp_size": 2, "collectives": "pairwise"}
-    for rank, found in enumerate(run_ranks(_with_saved_modules, 4, saved("llama"), config)):
-        assert found == pytest.approx(losses[rank // 2 :: 2], rel=1e-5)
+    folder, models = shared_folder("llama"), []
+    for config in ({"stage": 3, "tp_size": 2, "collectives": "pairwise"}, {}):
+        with zero.Init(config, enabled=bool(config)):
+            model = load(folder)
+        torch.manual_seed(1)
+        saves = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "o_proj"], "init_lora_weights": False}
+        models.append(peft.get_peft_model(model, peft.LoraConfig(**saves)))
+    rank = zero.shard_model(models[0]).world.data.rank
+    assert _descend(models[0], [rank]) == pytest.approx(_descend(models[1], range(2))[rank::2], rel=1e-5)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

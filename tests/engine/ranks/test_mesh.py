@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import hf_zero as zero
 from hf_zero.errors import CollectiveError, ConfigError, UsageError
 from hf_zero.plan.summary import summary
-from tests.engine.twins import SHORT_S, Net, Twins, batch, square_loss, whole
+from tests.engine.twins import EXCHANGES, SHARDED, SHORT_S, Net, Twins, batch, square_loss, whole
 from tests.ranks import on_ranks, run_ranks
 
 
@@ -25,22 +25,17 @@ def _half() -> DeviceMesh:
 # --- parts of the program -------------------------------------------------------------------------------------------
 
 
-def _train_half(kind: str) -> None:
-    """Train a model with this half of the ranks; the other half trains another one, and takes more steps."""
+@on_ranks(4, stage=[1, 3], collectives=EXCHANGES)
+def test_two_halves_train_two_models_at_the_same_time(stage: int, collectives: str) -> None:
+    """Each half of the ranks has a model of its own; one takes more steps."""
     half = dist.get_rank() // 2
-    for stage in (1, 3):
-        twins = Twins(stage, draw=lambda rank, step: batch(10 * half + rank, step), mesh=_half(), collectives=kind)
-        assert (twins.engine.world.num_ranks, twins.rank) == (2, dist.get_rank() % 2)
-        twins.step(2 + 3 * half)
-        for p in twins.model.parameters():
-            assert isinstance(p, DTensor) and p.device_mesh.mesh.tolist() == [2 * half, 2 * half + 1]
-        assert len({float(whole(p).sum()) for p in twins.model.parameters()}) > 1
-    dist.barrier()
-
-
-@pytest.mark.parametrize("kind", ["pairwise", "host"])
-def test_two_halves_train_two_models_at_the_same_time(kind: str) -> None:
-    run_ranks(_train_half, 4, kind)
+    draw = lambda step, rank: batch(step, 10 * half + rank)  # noqa: E731
+    twins = Twins(stage, draw=draw, mesh=_half(), collectives=collectives)
+    assert (twins.engine.world.num_ranks, twins.rank) == (2, dist.get_rank() % 2)
+    twins.step(2 + 3 * half)
+    for p in twins.model.parameters():
+        assert isinstance(p, DTensor) and p.device_mesh.mesh.tolist() == [2 * half, 2 * half + 1]
+    assert len({float(whole(p).sum()) for p in twins.model.parameters()}) > 1
 
 
 @on_ranks(4)
@@ -108,13 +103,14 @@ def _bytes(twins: Twins, kind: str) -> int:
     return twins.engine.world.ledger.total(kind).bytes
 
 
-def _train_replicas(stage: int, config: dict[str, Any]) -> None:
-    twins = Twins(stage, replicate=2, **config)
+@on_ranks(4, stage=SHARDED)
+def test_rows_stay_in_a_replica_and_sums_travel_between_them(stage: int) -> None:
+    twins = Twins(stage, replicate=2, collectives="pairwise")
     world = twins.engine.world
     assert (world.num_ranks, world.num_shards, world.replicas.num_ranks) == (4, 2, 2)
     twins.step(2)
     world.ledger.reset()
-    twins.loss(twins.model, twins.own()).backward()
+    twins.backward()
     twins.backward_reference()
     own = sum(p.to_local().nbytes for p in twins.model.parameters() if isinstance(p, DTensor))
     assert _bytes(twins, "reduce_scatter") == own  # from the other rank of the replica
@@ -126,11 +122,6 @@ def _train_replicas(stage: int, config: dict[str, Any]) -> None:
         both = [torch.empty_like(rows) for _ in range(4)]
         dist.all_gather(both, rows)
         assert all(torch.equal(rows, other) for other in both)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_rows_stay_in_a_replica_and_sums_travel_between_them(stage: int) -> None:
-    run_ranks(_train_replicas, 4, stage, {"collectives": "pairwise"})
 
 
 @on_ranks(4)
@@ -157,7 +148,7 @@ def _save(folder: str) -> None:
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     for step in range(2):
-        accelerator.backward(square_loss(model, batch(accelerator.process_index, step)))
+        accelerator.backward(square_loss(model, batch(step, accelerator.process_index)))
         optimizer.step()
         optimizer.zero_grad()
     accelerator.save_state(folder)
@@ -170,7 +161,7 @@ def _load(folder: str, config: dict[str, Any], num_batches: int) -> list[torch.T
     accelerator.load_state(folder)
     share = num_batches // accelerator.num_processes
     for index in range(share):
-        loss = square_loss(model, batch(accelerator.process_index * share + index, 2)) / share
+        loss = square_loss(model, batch(2, accelerator.process_index * share + index)) / share
         with model.no_sync() if index < share - 1 else torch.enable_grad():
             accelerator.backward(loss)
     optimizer.step()
@@ -206,10 +197,10 @@ def test_accelerates_parallelism_config_is_the_mesh() -> None:
         shards = 2 if config is not None and "dp_replicate_size" in config else 4
         assert zero.engine_of(model).world.num_shards == shards
         for step in range(2):
-            accelerator.backward(square_loss(model, batch(dist.get_rank(), step)))
+            accelerator.backward(square_loss(model, batch(step, dist.get_rank())))
             norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
             for rank in range(4):
-                (square_loss(reference, batch(rank, step)) / 4).backward()
+                (square_loss(reference, batch(step, rank)) / 4).backward()
             expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
             torch.testing.assert_close(norm, expected)
             for each in (own, optimizer):

@@ -1,16 +1,16 @@
 """One process: nothing to partition, and no hooks where nothing has to be cast."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import hf_zero as zero
 from tests.engine.twins import Net, Twins, batch
-from tests.ranks import run_alone
+from tests.ranks import alone
 
 
-def _alone(stage: int) -> None:
+@alone(stage=[0, 3])
+def test_one_rank_needs_no_group_and_no_units(stage: int) -> None:
     assert not dist.is_initialized()
     twins = Twins(stage)
     assert twins.engine.units == []
@@ -20,13 +20,8 @@ def _alone(stage: int) -> None:
     assert twins.engine.world.ledger.total().calls == 0
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_one_rank_needs_no_group_and_no_units(stage: int) -> None:
-    run_alone(_alone, stage)
-
-
-def _alone_in_bfloat16(stage: int) -> None:
-    torch.manual_seed(0)
+@alone(stage=[0, 1, 3])
+def test_one_rank_computes_in_bfloat16_over_float32_masters(stage: int) -> None:
     model = Net()
     engine = zero.shard_model(model, zero.ZeroConfig(stage=stage, compute_dtype="bfloat16"))
     assert engine.units
@@ -42,8 +37,3 @@ def _alone_in_bfloat16(stage: int) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 4
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_one_rank_computes_in_bfloat16_over_float32_masters(stage: int) -> None:
-    run_alone(_alone_in_bfloat16, stage)

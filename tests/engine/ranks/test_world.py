@@ -13,16 +13,16 @@ def _world() -> World:
     return World.create(ZeroConfig(stage=3, collectives="pairwise", timeout_s=5), torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError("no room"), "ValueError: no room"),
-        (CheckpointError("no room"), "no room"),
-        (CheckpointError(), "CheckpointError"),
-    ],
-)
-@on_ranks(2)
-def test_an_error_on_one_rank_is_raised_on_all(error: Exception, text: str) -> None:
+_ERRORS = [
+    (ValueError("no room"), "ValueError: no room"),
+    (CheckpointError("no room"), "no room"),
+    (CheckpointError(), "CheckpointError"),
+]
+
+
+@on_ranks(2, case=_ERRORS)
+def test_an_error_on_one_rank_is_raised_on_all(case: tuple[Exception, str]) -> None:
+    error, text = case
     world = _world()
     with (
         pytest.raises(CheckpointError, match=f"^packing: rank 1: {text}$") as found,

@@ -2,8 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,130 +11,37 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.config.zero_config import UnitGrouping
 from hf_zero.engine.units.grouping import Group, find_parameters, group
+from tests.architectures.build import build, forward, loss_of
+from tests.architectures.configs import tiny_config
 from tests.engine.twins import Block, Net, Twins, whole
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
-_SIZES = {"intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
-_TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32}
-_TEXT = {**_SIZES, **_TOKENS, "num_key_value_heads": 2}
-_WITH_HEAD_DIM = {**_TEXT, "head_dim": 8}
-_GPT = {"vocab_size": 37, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
-_IMAGE = {**_SIZES, "image_size": 32, "patch_size": 8, "num_labels": 3}
-_SEQ2SEQ = {
-    **_TOKENS,
-    "d_model": 16,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
-    **{f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in [("layers", 3), ("attention_heads", 2)]},
-    **{f"{part}_ffn_dim": 24 for part in ("encoder", "decoder")},
-}
-_SOUND = {
-    **_TEXT,
-    "conv_dim": [8, 8],
-    "conv_kernel": [3, 3],
-    "conv_stride": [2, 2],
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-}
-_STAGES = {"depths": [2, 2], "num_labels": 3}
-
-_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": _TEXT,
-    "MistralForCausalLM": _TEXT,
-    "Qwen2ForCausalLM": _TEXT,
-    "Qwen3ForCausalLM": _WITH_HEAD_DIM,
-    "Qwen3MoeForCausalLM": {**_WITH_HEAD_DIM, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
-    "MixtralForCausalLM": {**_TEXT, "num_local_experts": 4},
-    "GemmaForCausalLM": _WITH_HEAD_DIM,
-    "Gemma2ForCausalLM": _WITH_HEAD_DIM,
-    "Gemma3ForCausalLM": _WITH_HEAD_DIM,
-    "Phi3ForCausalLM": _TEXT,
-    "Olmo2ForCausalLM": _TEXT,
-    "CohereForCausalLM": _TEXT,
-    "GPT2LMHeadModel": _GPT,
-    "GPTJForCausalLM": {**_GPT, "rotary_dim": 4},
-    "GPTNeoXForCausalLM": _TEXT,
-    "BloomForCausalLM": _TEXT,
-    "OPTForCausalLM": {**_TEXT, "ffn_dim": 24},
-    "FalconForCausalLM": {**_SIZES, "vocab_size": 37},
-    "MptForCausalLM": {"vocab_size": 37, "d_model": 16, "n_layers": 3, "n_heads": 2, "max_seq_len": 32},
-    "T5ForConditionalGeneration": {
-        **{"vocab_size": 37, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_heads": 2},
-        "decoder_start_token_id": 0,
-    },
-    "BartForConditionalGeneration": _SEQ2SEQ,
-    "MBartForConditionalGeneration": _SEQ2SEQ,
-    "PegasusForConditionalGeneration": _SEQ2SEQ,
-    "BertForMaskedLM": _TEXT,
-    "RobertaForMaskedLM": _TEXT,
-    "XLMRobertaForMaskedLM": _TEXT,
-    "ElectraForMaskedLM": _TEXT,
-    "DebertaV2ForMaskedLM": _TEXT,
-    "ModernBertForMaskedLM": _TEXT,
-    "DistilBertForMaskedLM": {
-        **{"vocab_size": 37, "dim": 16, "hidden_dim": 24, "n_layers": 3, "n_heads": 2},
-        "max_position_embeddings": 32,
-    },
-    "ViTForImageClassification": _IMAGE,
-    "DeiTForImageClassification": _IMAGE,
-    "BeitForImageClassification": _IMAGE,
-    "Dinov2ForImageClassification": _IMAGE,
-    "ViTMAEForPreTraining": {
-        **_IMAGE,
-        **{"decoder_hidden_size": 16, "decoder_intermediate_size": 24},
-        **{"decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 2},
-    },
-    "SwinForImageClassification": {
-        **_STAGES,
-        **{"image_size": 32, "patch_size": 2, "embed_dim": 8, "num_heads": [2, 2], "window_size": 4},
-    },
-    "ConvNextForImageClassification": {**_STAGES, "hidden_sizes": [8, 16], "num_stages": 2},
-    "ResNetForImageClassification": {
-        **_STAGES,
-        **{"embedding_size": 8, "hidden_sizes": [8, 16], "layer_type": "basic"},
-    },
-    "SegformerForSemanticSegmentation": {
-        **_STAGES,
-        **{"num_encoder_blocks": 2, "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3]},
-        **{"strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16},
-    },
-    "CLIPModel": {"text_config": _TEXT, "vision_config": _IMAGE, "projection_dim": 8},
-    "SiglipModel": {"text_config": _TEXT, "vision_config": _IMAGE},
-    "BlipForConditionalGeneration": {
-        "text_config": {**_TEXT, "encoder_hidden_size": 16},
-        "vision_config": _IMAGE,
-        "projection_dim": 8,
-    },
-    "LlavaForConditionalGeneration": {
-        "text_config": {**_TEXT, "model_type": "llama"},
-        "vision_config": {**_IMAGE, "model_type": "clip_vision_model"},
-        "image_token_index": 5,
-    },
-    "WhisperForConditionalGeneration": {
-        **_SEQ2SEQ,
-        **{"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
-        **{"suppress_tokens": None, "begin_suppress_tokens": None},
-    },
-    "Wav2Vec2ForCTC": _SOUND,
-    "HubertForCTC": _SOUND,
-    "MambaForCausalLM": {
-        **{"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4, "time_step_rank": 2},
-    },
-    "Mamba2ForCausalLM": {
-        **{"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4, "num_heads": 4},
-        **{"head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 4},
-    },
-}
-# One layer, called for all of them: there is nothing repeated to find.
-_BY_SIZE = {"AlbertForMaskedLM": {**_TEXT, "embedding_size": 8}}
-_ALL_ARCHITECTURES = {**_ARCHITECTURES, **_BY_SIZE}
+_ARCHITECTURES = [
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    *("MixtralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"),
+    *("Olmo2ForCausalLM", "CohereForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM", "GPTNeoXForCausalLM"),
+    *("BloomForCausalLM", "OPTForCausalLM", "FalconForCausalLM", "MptForCausalLM", "T5ForConditionalGeneration"),
+    *("BartForConditionalGeneration", "MBartForConditionalGeneration", "PegasusForConditionalGeneration"),
+    *("BertForMaskedLM", "RobertaForMaskedLM", "XLMRobertaForMaskedLM", "ElectraForMaskedLM", "DebertaV2ForMaskedLM"),
+    *("ModernBertForMaskedLM", "DistilBertForMaskedLM", "ViTForImageClassification", "DeiTForImageClassification"),
+    *("BeitForImageClassification", "Dinov2ForImageClassification", "ViTMAEForPreTraining"),
+    *("SwinForImageClassification", "ConvNextForImageClassification", "ResNetForImageClassification"),
+    *("SegformerForSemanticSegmentation", "CLIPModel", "SiglipModel", "BlipForConditionalGeneration"),
+    *("LlavaForConditionalGeneration", "WhisperForConditionalGeneration", "Wav2Vec2ForCTC", "HubertForCTC"),
+    *("MambaForCausalLM", "Mamba2ForCausalLM"),
+]
 
 
 def _build(name: str) -> nn.Module:
     model_class = getattr(transformers, name)
-    torch.manual_seed(0)
-    return model_class(model_class.config_class(**_ALL_ARCHITECTURES[name])).eval()  # eval: without dropout
+    config = tiny_config(_model_type(name))
+    if hasattr(config, "depths"):
+        config.depths = [2] * len(config.depths)  # blocks that repeat within a stage
+    return model_class(config)
+
+
+def _model_type(name: str) -> str:
+    return getattr(transformers, name).config_class.model_type
 
 
 def _share(part: Group, model: nn.Module) -> float:
@@ -159,67 +64,30 @@ def test_blocks_of_an_architecture_are_found(name: str, caplog: pytest.LogCaptur
         assert _share(part, model) < 0.6 or "embed" in part.name or "head" in part.name, part.name
 
 
-@pytest.mark.parametrize("name", _BY_SIZE)
-def test_architecture_without_repeated_blocks_is_grouped_by_size(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = _build(name)
+def test_architecture_without_repeated_blocks_is_grouped_by_size(caplog: pytest.LogCaptureFixture) -> None:
+    model = _build("AlbertForMaskedLM")  # one layer, called for all of them
     parts = group(model, UnitGrouping())
     assert any("grouped by size" in record.message for record in caplog.records)
     _assert_each_parameter_once(model, parts)
     assert len(parts) >= 3 and all(_share(part, model) < 0.6 for part in parts)
 
 
-def _inputs(name: str) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, 37, (2, 6), generator=generator)
-    pixels = torch.randn(2, 3, 32, 32, generator=generator)
-    if name in ("CLIPModel", "SiglipModel"):
-        return {"input_ids": tokens, "pixel_values": pixels, "return_loss": True}
-    if name.startswith("Blip"):
-        return {"input_ids": tokens, "pixel_values": pixels, "labels": tokens}
-    if name.startswith("Llava"):
-        with_image = torch.cat([torch.full((2, 16), 5), tokens], dim=1)
-        return {"input_ids": with_image, "pixel_values": pixels, "labels": with_image}
-    if name.startswith("Whisper"):
-        return {"input_features": torch.randn(2, 8, 32, generator=generator), "labels": tokens}
-    if name.endswith("ForCTC"):
-        return {"input_values": torch.randn(2, 200, generator=generator), "labels": tokens[:, :3]}
-    if name.endswith("SemanticSegmentation"):
-        return {"pixel_values": pixels, "labels": torch.randint(0, 3, (2, 32, 32), generator=generator)}
-    if name.endswith("ForPreTraining"):
-        return {"pixel_values": pixels, "noise": torch.rand(2, 16, generator=generator)}
-    if name.endswith("ImageClassification"):
-        return {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
-    return {"input_ids": tokens, "labels": tokens}
+_RUN = [
+    *("Qwen3MoeForCausalLM", "FalconForCausalLM", "BartForConditionalGeneration", "ElectraForMaskedLM"),
+    *("DebertaV2ForMaskedLM", "AlbertForMaskedLM", "SwinBackbone", "SegformerForSemanticSegmentation"),
+    *("ViTMAEForPreTraining", "SiglipModel", "LlavaForConditionalGeneration", "WhisperForConditionalGeneration"),
+    *("Wav2Vec2ForCTC", "MambaForCausalLM", "Gemma2ForCausalLM"),
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("Gemma2ForCausalLM", marks=pytest.mark.slow),
-        "Qwen3MoeForCausalLM",
-        "FalconForCausalLM",
-        "BartForConditionalGeneration",
-        "ElectraForMaskedLM",
-        "DebertaV2ForMaskedLM",
-        "AlbertForMaskedLM",
-        "SwinForImageClassification",
-        "SegformerForSemanticSegmentation",
-        "ViTMAEForPreTraining",
-        "SiglipModel",
-        "LlavaForConditionalGeneration",
-        "WhisperForConditionalGeneration",
-        "Wav2Vec2ForCTC",
-        "MambaForCausalLM",
-    ],
-)
-@on_ranks(2)
+@on_ranks(2, name=_RUN)
 def test_architecture_runs_on_units_as_unsharded(name: str) -> None:
     """Loss and gradients are those of the unsharded model: no parameter is read outside its unit's call."""
-    model = _build(name)
-    reference = copy.deepcopy(model)
+    tiny = build(_model_type(name), name)
+    model, reference = tiny.model, copy.deepcopy(tiny.model)
     zero.shard_model(model, zero.ZeroConfig(stage=3))
     for _ in range(2):  # the second time gathers ahead
-        losses = [each(**_inputs(name)).loss for each in (model, reference)]
+        losses = [loss_of(forward(each, tiny.inputs(1), 1)) for each in (model, reference)]
         torch.testing.assert_close(losses[0], losses[1])
         for loss in losses:
             loss.backward()
@@ -303,15 +171,12 @@ class Shared(nn.Module):
         return x
 
 
-def _trains(make: Callable[[], nn.Module], config: dict[str, Any]) -> int:
-    twins = Twins(3, make, **config)
-    twins.step(2)
-    return len(twins.engine.units)
-
-
+@on_ranks(2)
 def test_shared_module_is_one_unit_and_trains() -> None:
     assert len(_names(Shared())) == 2
-    assert run_ranks(_trains, 2, Shared, {}) == [2, 2]
+    twins = Twins(3, Shared)
+    twins.step(2)
+    assert len(twins.engine.units) == 2
 
 
 def test_named_classes_are_units_outermost_first() -> None:
@@ -321,9 +186,9 @@ def test_named_classes_are_units_outermost_first() -> None:
     assert list(_names(Net(), ["Block", "Linear"])) == ["enter", "blocks.0", "blocks.1", "blocks.2", "head"]
 
 
-@pytest.mark.parametrize("units", [["Linear"], {"min_numel": 60}, {"min_numel": 10**9}])
+@on_ranks(2, units=[["Linear"], {"min_numel": 60}, {"min_numel": 10**9}])
 def test_any_grouping_trains_alike(units: object) -> None:
-    run_ranks(_trains, 2, Net, {"units": units})
+    Twins(3, units=units).step(2)
 
 
 def test_unknown_class_raises_and_names_those_there_are() -> None:

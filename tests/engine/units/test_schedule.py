@@ -13,7 +13,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.units.schedule import GatherSchedule, ReductionSchedule, first_uses
 from hf_zero.engine.units.unit import Unit
 from hf_zero.plan.models import config_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 _EXPECTED = st.lists(st.integers(0, 5), max_size=8)
 _READY = st.lists(st.integers(0, 5), max_size=10)
@@ -115,11 +115,9 @@ def test_first_uses_are_the_reductions_from_the_last_to_the_first() -> None:
     assert first_uses([0, 3, 1, 0, 2]) == [2, 0, 1, 3]
 
 
-def _gathers_of_a_large_model(num_micro_steps: int) -> tuple[list[list[tuple[str, int]]], int]:
-    """Starts of gathers and waits for them, by micro-step, with the default configuration; nothing is sent.
-
-    Blocks have the shapes of a 1B model, each larger than `prefetch_bytes`.
-    """
+@on_ranks(2, timeout_s=240)
+def test_every_gather_of_a_micro_step_but_the_first_has_compute_beside_it() -> None:
+    """With the default configuration, on blocks of the shapes of a 1B model, each larger than `prefetch_bytes`."""
     config = config_of("llama-1b")
     config.num_hidden_layers, config.vocab_size = 3, 512
     with zero.Init({"stage": 3, "compute_dtype": "bfloat16", "collectives": "pairwise"}):
@@ -127,7 +125,7 @@ def _gathers_of_a_large_model(num_micro_steps: int) -> tuple[list[list[tuple[str
     engine = zero.shard_model(model)
     assert max(unit.buffer_nbytes for unit in engine.units) > engine.world.config.prefetch_bytes
     for kind in ("gather", "reduce_scatter"):
-        setattr(engine.world.shards, kind, lambda *_: Exchange("nothing", 0.0))
+        setattr(engine.world.shards, kind, lambda *_: Exchange("nothing", 0.0))  # nothing is sent
     steps: list[list[tuple[str, int]]] = []
     start, acquire = Unit.start_gather, Unit.acquire
 
@@ -141,20 +139,15 @@ def _gathers_of_a_large_model(num_micro_steps: int) -> tuple[list[list[tuple[str
 
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with mock.patch.object(Unit, "start_gather", note_start), mock.patch.object(Unit, "acquire", note_wait):
-        for _ in range(num_micro_steps):
+        for _ in range(20):
             steps.append([])
             model(input_ids=ids, labels=ids).loss.backward()
-    return steps, len(engine.units)
-
-
-def test_every_gather_of_a_micro_step_but_the_first_has_compute_beside_it() -> None:
-    for steps, num_units in run_ranks(_gathers_of_a_large_model, 2, 20):
-        for events in steps[1:]:  # the first has no recorded order
-            exposed = []
-            for place, (kind, unit) in enumerate(events):
-                if kind == "start":
-                    until = events.index(("wait", unit), place)
-                    if all(other != "wait" for other, _ in events[place:until]):  # nothing else is used meanwhile
-                        exposed.append(unit)
-            gathers = [unit for kind, unit in events if kind == "start"]
-            assert exposed == gathers[:1] and len(gathers) > num_units
+    for events in steps[1:]:  # the first has no recorded order
+        exposed = []
+        for place, (kind, unit) in enumerate(events):
+            if kind == "start":
+                until = events.index(("wait", unit), place)
+                if all(other != "wait" for other, _ in events[place:until]):  # nothing else is used meanwhile
+                    exposed.append(unit)
+        gathers = [unit for kind, unit in events if kind == "start"]
+        assert exposed == gathers[:1] and len(gathers) > len(engine.units)

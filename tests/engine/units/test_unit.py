@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_zero.engine.units.unit import Unit
-from tests.engine.twins import Net, Twins, batch, square_loss
-from tests.ranks import on_ranks, run_ranks
+from tests.engine.twins import SHARDED, Net, Twins, batch, square_loss
+from tests.ranks import on_ranks
 
 _NUM_UNITS = 5  # enter, three blocks, head
 
@@ -19,40 +19,38 @@ def _gathers(twins: Twins) -> dict[str, int]:
     return {unit: entry.calls for (kind, unit), entry in twins.engine.world.ledger.entries.items() if kind == "gather"}
 
 
-def _counts_by_stage(stage: int) -> tuple[int, int, int, int]:
-    twins = Twins(stage, prefetch_bytes=0)
-    twins.step()
-    ledger = twins.engine.world.ledger
-    ledger.reset()
-    with twins.model.no_sync():
-        square_loss(twins.model, twins.own()).backward()
-    square_loss(twins.model, twins.own()).backward()
-    before_step = ledger.total("gather").calls
-    for optimizer in twins.optimizers:
-        optimizer.step()
-    reduced = ledger.total("reduce_scatter").calls
-    return before_step, ledger.total("gather").calls - before_step, reduced, ledger.total("all_reduce").calls
-
-
-@pytest.mark.parametrize(
-    ("stage", "expected"),
-    [
+@on_ranks(
+    2,
+    case=[
         (0, (0, 0, 0, 1)),  # one bucket at the last micro-batch
         (1, (0, _NUM_UNITS, _NUM_UNITS, 0)),  # gathered at the step, reduced at the last micro-batch
         (2, (0, _NUM_UNITS, 2 * _NUM_UNITS, 0)),  # reduced at every micro-batch
         (3, (4 * _NUM_UNITS, 0, 2 * _NUM_UNITS, 0)),  # gathered for each forward and each backward
     ],
 )
-def test_exchanges_of_two_micro_batches_and_a_step(stage: int, expected: tuple[int, int, int, int]) -> None:
-    assert run_ranks(_counts_by_stage, 2, stage) == [expected, expected]
+def test_exchanges_of_two_micro_batches_and_a_step(case: tuple[int, tuple[int, int, int, int]]) -> None:
+    stage, expected = case
+    twins = Twins(stage, prefetch_bytes=0)
+    twins.step()
+    ledger = twins.engine.world.ledger
+    ledger.reset()
+    with twins.model.no_sync():
+        twins.backward()
+    twins.backward()
+    before_step = ledger.total("gather").calls
+    for optimizer in twins.optimizers:
+        optimizer.step()
+    reduced = ledger.total("reduce_scatter").calls
+    found = before_step, ledger.total("gather").calls - before_step, reduced, ledger.total("all_reduce").calls
+    assert found == expected
 
 
 _BLOCK = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)  # bytes; the head is smaller
 
 
-@pytest.mark.parametrize(
-    ("stage", "config", "num_kept"),
-    [
+@on_ranks(
+    2,
+    case=[
         (1, {}, 0),  # whole for good
         (2, {}, 0),
         (3, {"prefetch_bytes": 0}, 0),
@@ -61,10 +59,8 @@ _BLOCK = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)  # bytes; the head is smaller
         (3, {"prefetch_bytes": 0, "reshard_after_forward": False}, _NUM_UNITS),
     ],
 )
-@on_ranks(2)
-def test_units_that_backward_needs_first_stay_whole_within_the_budget(
-    stage: int, config: dict[str, Any], num_kept: int
-) -> None:
+def test_units_that_backward_needs_first_stay_whole_within_the_budget(case: tuple[int, dict[str, Any], int]) -> None:
+    stage, config, num_kept = case
     twins = Twins(stage, **config)
     units, memory = twins.engine.units, twins.engine.memory
     for _ in range(2):
@@ -83,19 +79,19 @@ def test_units_that_backward_needs_first_stay_whole_within_the_budget(
         twins.update()
 
 
-def _peak(reshard: bool, prefetch_bytes: int) -> float:
-    twins = Twins(3, reshard_after_forward=reshard, prefetch_bytes=prefetch_bytes)
-    twins.step(2)
-    twins.engine.memory.reset_peak()
-    twins.step(2)
-    return twins.engine.memory.peak_bytes / sum(unit.buffer_nbytes for unit in twins.engine.units)
-
-
+@on_ranks(2)
 def test_peak_of_gathered_bytes_is_one_unit_or_with_prefetch_more_or_without_resharding_all() -> None:
+    def peak(reshard: bool, prefetch_bytes: int) -> float:
+        twins = Twins(3, reshard_after_forward=reshard, prefetch_bytes=prefetch_bytes)
+        twins.step(2)
+        twins.engine.memory.reset_peak()
+        twins.step(2)
+        return twins.engine.memory.peak_bytes / sum(unit.buffer_nbytes for unit in twins.engine.units)
+
     # A block is 28% of the model. Without prefetch one unit is whole at a time, or two where backward passes a border.
-    assert run_ranks(_peak, 2, True, 0)[0] < 0.6
-    assert run_ranks(_peak, 2, True, 2**20)[0] > 0.9
-    assert run_ranks(_peak, 2, False, 0)[0] == 1.0
+    assert peak(True, 0) < 0.6
+    assert peak(True, 2**20) > 0.9
+    assert peak(False, 0) == 1.0
 
 
 @on_ranks(2)
@@ -136,8 +132,7 @@ def test_units_kept_for_a_dropped_graph_come_back_with_the_next_forward_or_step(
     twins.step()
 
 
-@pytest.mark.parametrize("config", [{}, {"reshard_after_forward": False}, {"prefetch_bytes": 0}])
-@on_ranks(2)
+@on_ranks(2, config=[{}, {"reshard_after_forward": False}, {"prefetch_bytes": 0}])
 def test_training_goes_on_after_a_forward_that_fails_on_one_rank(config: dict[str, Any]) -> None:
     """A forward that fails on one rank alone leaves its units released, while those of the others wait for a backward."""
     twins = Twins(3, timeout_s=5.0, **config)
@@ -165,11 +160,11 @@ def test_unit_that_one_ranks_loss_leaves_out_is_released_on_all() -> None:
         (hidden[0].pow(2).mean() if twins.rank == 1 else loss).backward()
 
 
-def _step_between(config: dict[str, Any]) -> None:
-    """A graph that still holds leases when the optimizer steps must not keep old weights for the next forward."""
-    twins = Twins(3, reshard_after_forward=False, **config)
+@on_ranks(2)
+def test_forward_after_a_step_is_fresh_while_an_older_graph_holds_its_units() -> None:
+    twins = Twins(3, reshard_after_forward=False)
     twins.step()
-    kept = twins.model(batch(0, 40))
+    kept = twins.model(batch(40, 0))
     twins.step(2)
     twins.assert_same_output()
     del kept
@@ -177,12 +172,7 @@ def _step_between(config: dict[str, Any]) -> None:
     assert twins.engine.memory.bytes == 0
 
 
-def test_forward_after_a_step_is_fresh_while_an_older_graph_holds_its_units() -> None:
-    run_ranks(_step_between, 2, {})
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_small_parameters_stay_whole_and_train_right(stage: int) -> None:
     twins = Twins(stage, keep_whole_numel=11)
     for name, p in twins.model.named_parameters():
@@ -195,8 +185,7 @@ def test_small_parameters_stay_whole_and_train_right(stage: int) -> None:
     twins.assert_same_output()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_nothing_is_gathered_where_all_parameters_stay_whole(stage: int) -> None:
     twins = Twins(stage, keep_whole_numel=10**6)
     twins.step(3)
@@ -229,10 +218,6 @@ def _forward(twins: Twins) -> None:
     square_loss(twins.model, twins.own())
 
 
-def _step(twins: Twins) -> None:
-    twins.step()
-
-
 def _ahead(events: list[tuple[str, int]]) -> list[int]:
     """For each use, how many gathers had been started that were not used yet, itself included."""
     return [
@@ -242,18 +227,20 @@ def _ahead(events: list[tuple[str, int]]) -> list[int]:
     ]
 
 
+@on_ranks(2)
 def test_gathers_start_ahead_in_the_recorded_order_within_the_budget() -> None:
-    in_time = run_ranks(_events, 2, 0, _forward)[0]
+    in_time = _events(0, _forward)
     assert in_time == [event for index in range(_NUM_UNITS) for event in (("start", index), ("use", index))]
-    one_ahead = run_ranks(_events, 2, 2 * _BLOCK, _forward)[0]
+    one_ahead = _events(2 * _BLOCK, _forward)
     assert [index for kind, index in one_ahead if kind == "start"] == list(range(_NUM_UNITS))
     assert _ahead(one_ahead)[:2] == [2, 2]
-    all_ahead = run_ranks(_events, 2, 2**20, _forward)[0]
+    all_ahead = _events(2**20, _forward)
     assert all_ahead[:_NUM_UNITS] == [("start", index) for index in range(_NUM_UNITS)]
 
 
+@on_ranks(2)
 def test_gathers_start_ahead_in_backward_too() -> None:
-    events = run_ranks(_events, 2, 2 * _BLOCK, _step)[0]
+    events = _events(2 * _BLOCK, Twins.step)
     assert [index for kind, index in events if kind == "start"] == [*range(_NUM_UNITS), 2, 1, 0]
     backward = events[len(events) - 1 - events[::-1].index(("use", _NUM_UNITS - 1)) :]
     assert backward.index(("start", 2)) < backward.index(("use", 3))
@@ -266,9 +253,10 @@ def _in_sight(events: list[tuple[str, int]]) -> int:
     return sum(not any(kind == "use" for kind, _ in each) for each in between)
 
 
+@on_ranks(2)
 def test_only_the_first_gather_of_a_step_has_no_compute_beside_it_however_small_the_budget() -> None:
     for budget, num_in_sight, most_ahead in ((1, 1, 2), (0, 2 * _NUM_UNITS, 1)):  # with none, none has
-        events = run_ranks(_events, 2, budget, _step)[0]
+        events = _events(budget, Twins.step)
         assert _in_sight(events) == num_in_sight
         assert max(_ahead(events)) <= most_ahead
 
@@ -282,10 +270,11 @@ def _counts(prefetch_bytes: int) -> dict[tuple[str, str], tuple[int, int]]:
     return {key: (entry.calls, entry.bytes) for key, entry in twins.engine.world.ledger.entries.items()}
 
 
+@on_ranks(2)
 def test_prefetch_moves_no_byte_more() -> None:
-    for without, ahead in zip(run_ranks(_counts, 2, 0), run_ranks(_counts, 2, 2**20), strict=True):
-        assert without.keys() == ahead.keys()
-        assert all(ahead[key] <= counts for key, counts in without.items())
+    without, ahead = _counts(0), _counts(2**20)
+    assert without.keys() == ahead.keys()
+    assert all(ahead[key] <= counts for key, counts in without.items())
 
 
 class Skipping(Net):
@@ -312,13 +301,9 @@ def test_units_gathered_ahead_but_skipped_give_their_memory_back() -> None:
         twins.update()
 
 
-def _poisoned(stage: int, reshard: bool) -> None:
-    twins = Twins(stage) if stage < 3 else Twins(stage, reshard_after_forward=reshard)
+@on_ranks(2, reshard=[True, False])
+def test_released_memory_is_never_read(reshard: bool) -> None:
+    twins = Twins(3, reshard_after_forward=reshard)
     twins.engine.memory.poison = True
     twins.step(3)
     twins.assert_same_output()
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_released_memory_is_never_read(reshard: bool) -> None:
-    run_ranks(_poisoned, 2, 3, reshard)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import hf_zero as zero
 from hf_zero import torch_compat
 from hf_zero.optim.offloaded.streaming import Streamer
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.engine.twins import SHARDED
+from tests.ranks import alone, on_ranks
 
 STEPS = 4
 DISK = {"optimizer": "disk", "path": tempfile.gettempdir(), "slot_bytes": "256KiB"}  # several chunks
@@ -26,7 +27,7 @@ ALL_ON_DISK = {**DISK, "parameters": "disk"}
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
-class Net(nn.Module):
+class Awkward(nn.Module):
     """A parameter that is larger than a slot, odd rows, fewer rows than ranks, a tied weight, and one that is not used."""
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ def _trained(
 ) -> list[Tensor]:
     """Losses, weights and states, whole, of a short training."""
     torch.manual_seed(0)
-    model = Net()
+    model = Awkward()
     zero.shard_model(model, {"collectives": "pairwise", **config})
     optimizer = make(model.parameters())
     losses: list[Tensor] = []
@@ -128,26 +129,31 @@ def _assert_same(left: list[Tensor], right: list[Tensor]) -> None:
         assert torch.equal(one, other), (number, one.shape)
 
 
-def _compare(stage: int, names: list[str], config: dict[str, Any]) -> None:
-    for name in names:
-        in_memory = _trained({"stage": stage, **config}, OPTIMIZERS[name])
-        for offload in [DISK, ALL_ON_DISK] if stage == 3 else [DISK]:
-            _assert_same(_trained({"stage": stage, "offload": offload, **config}, OPTIMIZERS[name]), in_memory)
+def _compare(stage: int, name: str, **config: Any) -> None:
+    in_memory = _trained({"stage": stage, **config}, OPTIMIZERS[name])
+    for offload in [DISK, ALL_ON_DISK] if stage == 3 else [DISK]:
+        _assert_same(_trained({"stage": stage, "offload": offload, **config}, OPTIMIZERS[name]), in_memory)
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 1), (2, 2), (2, 3), pytest.param(3, 3, marks=pytest.mark.slow)])
-def test_every_elementwise_optimizer_has_the_bits_of_a_step_in_memory(num_ranks: int, stage: int) -> None:
-    names = list(OPTIMIZERS) if num_ranks == 3 else ["adamw", "rprop", "a user's"]
-    run_ranks(_compare, num_ranks, stage, names, {})
+@on_ranks(2, stage=SHARDED, name=["adamw", "rprop", "a user's"])
+def test_elementwise_optimizers_have_the_bits_of_a_step_in_memory(stage: int, name: str) -> None:
+    _compare(stage, name)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.slow
+@on_ranks(3, name=list(OPTIMIZERS))
+def test_every_elementwise_optimizer_has_the_bits_of_a_step_in_memory_on_three_ranks(name: str) -> None:
+    _compare(3, name)
+
+
+@on_ranks(2, stage=[1, 3])
 def test_masters_of_another_dtype_go_along(stage: int) -> None:
-    run_ranks(_compare, 2, stage, ["adamw"], {"compute_dtype": "bfloat16"})
+    _compare(stage, "adamw", compute_dtype="bfloat16")
 
 
-def test_a_process_alone_streams_too() -> None:
-    run_alone(_compare, 1, ["adamw", "a user's"], {})
+@alone(name=["adamw", "a user's"])
+def test_a_process_alone_streams_too(name: str) -> None:
+    _compare(1, name)
 
 
 @on_ranks(2)
@@ -207,7 +213,7 @@ def test_ratio_leaves_a_part_in_memory() -> None:
 def test_a_step_in_pieces_reads_and_writes_the_disk() -> None:
     """Not the mapping: what a slot has is what counts."""
     torch.manual_seed(0)
-    model = Net()
+    model = Awkward()
     zero.shard_model(model, {"stage": 3, "collectives": "pairwise", "offload": ALL_ON_DISK})
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -335,7 +341,7 @@ def test_parameters_beside_the_model_step_once() -> None:
 @on_ranks(2)
 def test_a_model_partitioned_anew_offloads_as_its_new_configuration_says() -> None:
     torch.manual_seed(0)
-    model = Net()
+    model = Awkward()
     engine = zero.shard_model(model, {"stage": 2, "collectives": "pairwise"})
     optimizer = torch.optim.AdamW(model.parameters())
     for offload, is_streamed in (("none", False), (DISK, True), ("none", False)):
@@ -361,7 +367,7 @@ class Raises(torch.optim.SGD):
 @on_ranks(2)
 def test_a_step_that_broke_off_leaves_nothing_under_way() -> None:
     torch.manual_seed(0)
-    model = Net()
+    model = Awkward()
     zero.shard_model(model, {"stage": 2, "collectives": "pairwise", "offload": DISK})
     optimizer = zero.mark_elementwise(Raises)(model.parameters(), lr=0.1, momentum=0.9)
     model(_batch(0)).backward()
@@ -380,7 +386,7 @@ def test_a_step_that_broke_off_leaves_nothing_under_way() -> None:
 @on_ranks(2)
 def test_what_cannot_be_streamed_is_named() -> None:
     def step_with(make: Make, closure: Any = None) -> None:
-        model = Net()
+        model = Awkward()
         zero.shard_model(model, {"stage": 2, "collectives": "pairwise", "offload": DISK})
         optimizer = make([param for param in model.parameters() if param.ndim == 2])
         model(_batch(0)).backward()
@@ -438,8 +444,9 @@ def test_what_cannot_be_streamed_is_named() -> None:
         step_with(lambda params: zero.mark_elementwise(Fails)(params))
 
 
-def _full_on_one_rank() -> None:
-    model = Net()
+@on_ranks(2)
+def test_a_full_disk_is_an_error_on_all_ranks_before_anything_changes() -> None:
+    model = Awkward()
     zero.shard_model(model, {"stage": 3, "collectives": "pairwise", "offload": DISK})
     optimizer = torch.optim.AdamW(model.parameters())
     before = [_whole(param) for param in model.parameters()]
@@ -459,10 +466,6 @@ def _full_on_one_rank() -> None:
     _assert_same([_whole(param) for param in model.parameters()], before)
     optimizer.step()  # there is room now
     assert not torch.equal(_whole(model.embed.weight), before[2])
-
-
-def test_a_full_disk_is_an_error_on_all_ranks_before_anything_changes() -> None:
-    run_ranks(_full_on_one_rank, 2)
 
 
 @pytest.mark.parametrize(
@@ -494,8 +497,9 @@ def test_a_config_with_offload_is_written_and_read_back(tmp_path: Path) -> None:
     assert zero.ZeroConfig().to_dict()["offload"] == "none"
 
 
-def _alone_with_parameters_on_disk() -> None:
-    model = Net()
+@alone()
+def test_parameters_of_a_process_alone_stay() -> None:
+    model = Awkward()
     model.unused = nn.Parameter(torch.ones(4, 6).t())  # only a process alone keeps such a parameter as it is
     zero.shard_model(model, {"stage": 1, "offload": DISK})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -503,11 +507,7 @@ def _alone_with_parameters_on_disk() -> None:
     with pytest.raises(zero.OffloadError, match="'unused' is not contiguous"):
         optimizer.step()
     with pytest.raises(zero.ConfigError, match="there is one rank, which computes with the parameters where they lie"):
-        zero.shard_model(Net(), {"offload": ALL_ON_DISK})
-
-
-def test_parameters_of_a_process_alone_stay() -> None:
-    run_alone(_alone_with_parameters_on_disk)
+        zero.shard_model(Awkward(), {"offload": ALL_ON_DISK})
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -549,13 +549,10 @@ def _train_within(offload: Any, num_bytes: int) -> list[float]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _needs_the_disk() -> None:
+@alone(timeout_s=120)
+def test_a_model_whose_states_do_not_fit_trains_from_the_disk() -> None:
     few = 400 * 2**20
     with pytest.raises(RuntimeError, match=r"not enough memory|allocate memory"):
         _train_within("none", few)
     on_disk = _train_within({"optimizer": "disk", "path": tempfile.gettempdir(), "slot_bytes": "4MiB"}, few)
     assert on_disk == _train_within("none", 2**31)
-
-
-def test_a_model_whose_states_do_not_fit_trains_from_the_disk() -> None:
-    run_alone(_needs_the_disk, timeout_s=120)

@@ -1,0 +1,336 @@
+"""What users' modules hand out and how models change, beside the same code on the unsharded model."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hf_zero as zero
+from tests.engine.twins import ALL_STAGES, Block, Net, Twins, batch, square_loss
+from tests.ranks import on_ranks
+
+_SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])
+_EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
+
+
+# ---- what leaves a call ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Plain:
+    """An output that torch's trees do not know."""
+
+    value: Tensor
+    weight: Tensor
+
+
+class Positions(nn.Module):
+    """Hands out slices of its parameter, as learned positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, count: int) -> Tensor:
+        return self.table if count == 4 else self.table[:count]
+
+
+class Leaking(nn.Module):
+    """A block whose values leave it in every way but an ordinary return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(5)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Plain:
+        hidden = self.inner(x)
+        self.kept = (hidden * self.scale).tanh()
+        return Plain(hidden * self.scale, self.scale)
+
+
+class Escaping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.enter = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(Leaking() for _ in range(2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) + self.positions(4) * 2 + self.positions(1)
+        for block in self.blocks:
+            output = block(x)
+            x = output.value + output.weight
+        return self.head(x)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
+@_SHARDED
+@on_ranks(2)
+def test_values_that_leave_a_call_by_any_way_are_never_read_from_released_memory(
+    stage: int, prefetch_bytes: int
+) -> None:
+    caught: dict[int, Tensor] = {}
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total = model(x).pow(2).mean()
+        return total + sum(block.kept.sum() for block in model.blocks) + caught[id(model)].sum()
+
+    twins = Twins(stage, Escaping, loss, prefetch_bytes=prefetch_bytes)
+    for model in (twins.model, twins.reference):
+        model.blocks[0].inner.up.register_forward_hook(
+            lambda module, args, output, model=model: caught.__setitem__(id(model), output.tanh())
+        )
+    with torch.no_grad():
+        twins.model(twins.own())
+    twins.step(3)
+    hidden = twins.model.blocks[1].kept  # of a graph whose outputs are never used
+    hidden.sum().backward() if hidden.requires_grad and twins.steps_done < 0 else None
+    if stage == 3:
+        assert not any(unit.is_pinned for unit in twins.engine.units)
+
+
+class Holding(nn.Module):
+    """Leaves a view of its weight in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.transposed = self.weight.t()
+        return x @ self.transposed
+
+
+class Held(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holding = Holding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.holding(self.enter(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.holding.transposed.sum(0))
+
+
+@on_ranks(2)
+def test_a_view_kept_by_a_module_keeps_its_unit_whole() -> None:
+    twins = Twins(3, Held, prefetch_bytes=0)
+    twins.step(3)
+    twins.assert_same_output()
+    assert [unit.name for unit in twins.engine.units if unit.is_pinned] == ["holding"]
+
+
+@on_ranks(2)
+def test_a_view_kept_on_one_rank_only_changes_no_exchange() -> None:
+    twins = Twins(3, prefetch_bytes=0, timeout_s=10)
+    kept: list[Tensor] = []
+    if twins.rank == 0:
+        twins.model.blocks[1].up.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()[0]))
+    twins.step(3)
+
+
+# ---- interrupts and changed models -----------------------------------------------------------------------------------
+
+
+class Interrupted(Net):
+    interrupts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.interrupts = self.interrupts
+        return super().forward(x)
+
+
+class InterruptedBlock(Block):
+    interrupts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.interrupts:
+            raise KeyboardInterrupt
+        return x
+
+
+def _interrupted() -> nn.Module:
+    model = Interrupted()
+    model.blocks[1] = InterruptedBlock(5)
+    return model
+
+
+@_SHARDED
+@on_ranks(2)
+def test_training_goes_on_after_ctrl_c_in_a_forward(stage: int) -> None:
+    twins = Twins(stage, _interrupted)
+    twins.step()
+    twins.model.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        twins.model(twins.own())
+    assert all(isinstance(param, DTensor) for param in twins.model.parameters())
+    twins.model.interrupts = False
+    twins.step(2)
+
+
+@contextlib.contextmanager
+def _new_optimizers(twins: Twins) -> Iterator[None]:
+    yield
+    with torch.no_grad():
+        twins.model(twins.own())  # a forward notices what has changed
+    twins.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (twins.model, twins.reference)]
+
+
+@ALL_STAGES
+@on_ranks(2)
+def test_new_heads_children_and_ties_are_noticed_at_the_next_forward(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    with _new_optimizers(twins):
+        torch.manual_seed(1 + twins.rank)
+        for model in (twins.model, twins.reference):
+            torch.manual_seed(1)
+            model.head = nn.Linear(5, 3)
+    twins.step(2)
+    with _new_optimizers(twins):
+        for model in (twins.model, twins.reference):
+            torch.manual_seed(2)
+            model.blocks.append(Block(5))
+    twins.step(2)
+    with _new_optimizers(twins):
+        for model in (twins.model, twins.reference):
+            model.blocks[0].up.weight = model.blocks[1].up.weight
+    twins.step(2)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_what_is_assigned_frozen_or_converted_between_passes_stays(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    loss = twins.loss(twins.model, twins.own())
+    twins.model.head.requires_grad_(False)
+    loss.backward()
+    twins.model.head.requires_grad_(True)
+    twins.model.zero_grad()
+    twins.step()
+    calls: list[int] = []
+    twins.model.head.weight.register_hook(lambda grad: calls.append(1))
+    twins.model.head.weight.no_decay = True
+    twins.model.float().to("cpu")
+    twins.step()
+    assert calls == [1] and twins.model.head.weight.no_decay
+    loss = twins.loss(twins.model, twins.own())
+    new = nn.Parameter(torch.ones(3, 5))
+    twins.model.head.weight = new
+    loss.backward()
+    assert twins.model.head.weight is new
+
+
+class InPlace(nn.Module):
+    """A frozen block that changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1
+        return self.up(x)
+
+
+@_SHARDED
+@on_ranks(2)
+def test_a_frozen_block_may_change_its_input_in_place(stage: int) -> None:
+    def make() -> nn.Module:
+        model = Net()
+        model.blocks = nn.ModuleList([InPlace(), InPlace()])
+        model.blocks.requires_grad_(False)
+        return model
+
+    Twins(stage, make, prefetch_bytes=0).step(3)
+
+
+class Careless(Net):
+    """Changes what autograd needs, or its own weights, inside its forward."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return self.head(self.blocks[0](x))
+
+
+class CarelessBlock(Block):
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).sigmoid()
+        y = self.down(hidden)
+        if self.how == "activation":
+            hidden.mul_(2)
+        if self.how == "weight":
+            with torch.no_grad():
+                self.up.weight.mul_(0.5)
+        return y
+
+
+def _careless() -> nn.Module:
+    model = Careless()
+    model.blocks = nn.ModuleList(CarelessBlock(5) for _ in range(2))
+    return model
+
+
+@_SHARDED
+@on_ranks(2)
+def test_changes_inside_a_forward_are_errors(stage: int) -> None:
+    twins = Twins(stage, _careless, prefetch_bytes=0)
+    twins.model.blocks[0].how = "weight"
+    with pytest.raises(zero.UsageError, match=r"'blocks.0.up.weight' was changed in place inside"):
+        twins.model(twins.own())
+    twins.model.blocks[0].how = "activation"
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square_loss(twins.model, twins.own()).backward()
+
+
+@on_ranks(2)
+def test_sparse_embeddings_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3))
+    with pytest.raises(zero.PartitionError, match=r"'0' is an Embedding with sparse=True"):
+        zero.shard_model(model, {"stage": 3})
+
+
+# ---- the default device ----------------------------------------------------------------------------------------------
+
+
+def _on_host(step: int, rank: int) -> Tensor:
+    with torch.device("cpu"):
+        return batch(step, rank)
+
+
+def _net_on_host() -> nn.Module:
+    with torch.device("cpu"):
+        return Net()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@_EXCHANGES
+@on_ranks(2)
+def test_tensors_that_say_no_device_are_the_users_only(stage: int, collectives: str) -> None:
+    with torch.device("meta"):
+        twins = Twins(stage, _net_on_host, draw=_on_host, collectives=collectives)
+        twins.step(2)
+        torch.nn.utils.clip_grad_norm_(twins.model.parameters(), 1.0)
+        with zero.GatheredParameters(twins.model.head, modifier_rank=0):
+            if twins.rank == 0:
+                twins.model.head.weight.data.mul_(2)
+        with torch.no_grad():
+            twins.reference.head.weight.mul_(2)
+        twins.step()
+        twins.model.load_state_dict(twins.model.state_dict())
+        twins.step()
