@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from hf_zero.integrations.trainer.arguments import with_zero as with_zero
     from hf_zero.optim.kinds import mark_elementwise as mark_elementwise
     from hf_zero.optim.loss_scaling import LossScaler as LossScaler
+    from hf_zero.sharding.active import disabled as disabled
+    from hf_zero.sharding.active import leave_whole as leave_whole
     from hf_zero.sharding.init import Init as Init
-    from hf_zero.sharding.init import disabled as disabled
-    from hf_zero.sharding.init import leave_whole as leave_whole
     from hf_zero.sharding.init import undo as undo
     from hf_zero.sharding.shard_model import mark_dirty as mark_dirty
     from hf_zero.sharding.shard_model import shard_model as shard_model
@@ -56,9 +56,9 @@ _HOME = {
     "ZeroError": "hf_zero.errors",
     "ZeroPlugin": "hf_zero.integrations.accelerate.accelerator",
     "ZeroTrainingArguments": "hf_zero.integrations.trainer.arguments",
-    "disabled": "hf_zero.sharding.init",
+    "disabled": "hf_zero.sharding.active",
     "engine_of": "hf_zero.engine.engine",
-    "leave_whole": "hf_zero.sharding.init",
+    "leave_whole": "hf_zero.sharding.active",
     "mark_dirty": "hf_zero.sharding.shard_model",
     "register_forward_method": "hf_zero.engine.modules.forward_method",
     "shard_model": "hf_zero.sharding.shard_model",

@@ -1,7 +1,7 @@
 """ZeRO for scripts that know nothing of it: plain `TrainingArguments` and plain `Accelerator()` take the configuration.
 
 `hf-zero launch` and `hf_zero.run` switch it on, and so does `import hf_zero` where HF_ZERO_CONFIG names a configuration. Two
-methods are wrapped, and `undo()` puts the originals back:
+methods are wrapped, and `hf_zero.undo()` puts the originals back:
 
 - `TrainingArguments.__post_init__`: arguments of any class (TRL's, `Seq2SeqTrainingArguments`) do what
   `ZeroTrainingArguments` do.
@@ -11,7 +11,6 @@ methods are wrapped, and `undo()` puts the originals back:
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from typing import Any
@@ -22,28 +21,23 @@ from transformers import TrainingArguments
 from hf_zero.errors import UsageError
 from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator
 from hf_zero.integrations.trainer import arguments
+from hf_zero.sharding.changes import Changes
 
-_originals: dict[type, tuple[str, Any]] = {}
+_changes = Changes()
 
 
 def switch_on() -> None:
-    """From now until `undo()`, scripts train under the file that HF_ZERO_CONFIG names; a second call changes nothing.
+    """From now until `hf_zero.undo()`, scripts train under the file that HF_ZERO_CONFIG names; a second call changes nothing.
 
     Raises:
         UsageError: there are arguments or an accelerator already, which would train without ZeRO.
     """
-    if _originals:
+    if _changes:
         return
     _refuse_what_was_made_before()
-    _wrap(TrainingArguments, "__post_init__", _take_arguments)
-    _wrap(Accelerator, "__init__", _take_accelerator)
-
-
-def undo() -> None:
-    """Put the originals back."""
-    for owner, (name, original) in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
+    _changes.keep()
+    _changes.wrap(TrainingArguments, "__post_init__", _take_arguments)
+    _changes.wrap(Accelerator, "__init__", _take_accelerator)
 
 
 def _refuse_what_was_made_before() -> None:
@@ -56,25 +50,14 @@ def _refuse_what_was_made_before() -> None:
         )
 
 
-def _wrap(owner: type, name: str, replacement: Any) -> None:
-    original = vars(owner)[name]
-    _originals[owner] = (name, original)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        replacement(self, original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
-
-
-def _take_arguments(self: TrainingArguments, original: Any) -> None:
+def _take_arguments(original: Any, self: TrainingArguments) -> None:
     if isinstance(self, arguments.ZeroTrainingArguments):
         original(self)  # they do so themselves
     else:
         arguments.start(self, lambda: original(self))
 
 
-def _take_accelerator(self: Accelerator, original: Any, *args: Any, **kwargs: Any) -> None:
+def _take_accelerator(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> None:
     caller = sys._getframe(2).f_globals.get("__name__", "")
     if isinstance(self, ZeroAccelerator) or caller.partition(".")[0] == "transformers":
         original(self, *args, **kwargs)

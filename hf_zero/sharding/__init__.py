@@ -1,7 +1,7 @@
-"""How a model comes to be partitioned.
+"""How a model comes to be partitioned, and what it carries from then on.
 
-- `shard_model`: partitions a model that is whole on every rank; also the late engine of one that was partitioned before.
-- `init`: models are partitioned while they are made (`zero.Init`). `construct` cuts parameters as they are registered
-  (`whole_window`: those that are whole for a moment), `loading` lets `from_pretrained` read only a rank's rows.
-- `model_methods`: what is attached to a model, so that transformers and accelerate treat it as what it is.
+Three doors lead in: `shard_model` cuts a model that is whole, `Init` cuts models as they are loaded or constructed, and
+`activate` does so for a whole program. A model made by the latter two gets its engine late, at its first forward or from
+`shard_model`, so that adapters or a new head can still be added. Everything that is changed in another library on the way is
+one of `changes`, which `zero.undo()` puts back.
 """

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
+from hf_zero.sharding.changes import Changes
 from hf_zero.sharding.construct import Cutter, is_parameter
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
 from hf_zero.sharding.whole_window import is_mapped
@@ -187,16 +188,16 @@ class LoadSeam:
         self.is_paused = False
         self.left_whole: weakref.WeakSet[nn.Module] | None = None  # collects the models loaded meanwhile
         self._open_cutter = open_cutter
-        self._cls = PreTrainedModel
-        self._originals = {n: vars(PreTrainedModel)[n] for n in ("_load_pretrained_model", "_finalize_model_loading")}
         self._loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(self._load))  # noqa: B010, mypy
-        setattr(PreTrainedModel, "_finalize_model_loading", staticmethod(self._finalize))  # noqa: B010
+        self._load_of_library = PreTrainedModel._load_pretrained_model
+        self._finalize_of_library = PreTrainedModel._finalize_model_loading
+        self._changes = Changes()
+        self._changes.replace(PreTrainedModel, "_load_pretrained_model", staticmethod(self._load))
+        self._changes.replace(PreTrainedModel, "_finalize_model_loading", staticmethod(self._finalize))
 
     def close(self) -> None:
         """Put the original methods back."""
-        for name, original in self._originals.items():
-            setattr(self._cls, name, original)
+        self._changes.undo()
 
     def _placed(self, load_config: Any) -> Any:
         """The load config with everything on this rank's device; refuses what cannot be partitioned."""
@@ -224,7 +225,7 @@ class LoadSeam:
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> Any:
-        load = self._originals["_load_pretrained_model"].__func__
+        load = self._load_of_library
         if self.left_whole is not None:
             self.left_whole.add(model)
         is_ours = not self.is_paused and expected_keys is None and any(p.is_meta for p in model.parameters())
@@ -268,7 +269,7 @@ class LoadSeam:
         return result
 
     def _finalize(self, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
-        finalize = self._originals["_finalize_model_loading"].__func__
+        finalize = self._finalize_of_library
         if model not in self._loaded:
             return finalize(model, load_config, loading_info)
         self._loaded.discard(model)

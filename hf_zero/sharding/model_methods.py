@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import sys
 import types
 from typing import Any
@@ -39,8 +37,6 @@ _METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
 
 def attach(model: nn.Module, world: World) -> None:
     """Attach all of this to a model; a second call changes nothing."""
-    if "transformers" in sys.modules:
-        importlib.import_module("hf_zero.integrations.peft").install()  # by name: it stands above this floor
     attributes = model.__dict__
     attributes["no_sync"] = types.MethodType(_no_sync, model)
     if world.num_ranks == 1:

@@ -26,6 +26,7 @@ from hf_zero.engine.parameters.tensor_axis import (
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.sharding.changes import Changes
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 if TYPE_CHECKING:
@@ -55,20 +56,15 @@ class TensorParallelSeam:
 
         _check_version()
         self._world = world
-        self._cls = PreTrainedModel
         self._seam = seam
-        self._found = {name: vars(PreTrainedModel).get(name) for name in _METHODS}  # None: inherited
+        self._changes = Changes()
         load, self._prepare, self._distribute = (getattr(PreTrainedModel, name).__func__ for name in _METHODS)
         for name, new in zip(_METHODS, (self._given_axis(load), self._prepared, self._distributed), strict=True):
-            setattr(PreTrainedModel, name, _class_method(new))
+            self._changes.replace(PreTrainedModel, name, _class_method(new))
 
     def close(self) -> None:
         """Put the original methods back."""
-        for name, found in self._found.items():
-            if found is None:
-                delattr(self._cls, name)
-            else:
-                setattr(self._cls, name, found)
+        self._changes.undo()
 
     def _given_axis(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.sharding.changes import Changes
 
 
 def asked_for(given: ParallelismConfig | None) -> ParallelismConfig | None:
@@ -98,11 +99,9 @@ def also_on_cpus() -> Iterator[None]:
                 f"the axes of the ParallelismConfig have {self.total_size} ranks, but {accelerator.num_processes} processes run"
             )
 
-    ParallelismConfig._validate_accelerator = validate
-    try:
+    with Changes() as changes:
+        changes.replace(ParallelismConfig, "_validate_accelerator", validate)
         yield
-    finally:
-        ParallelismConfig._validate_accelerator = original
 
 
 def gather_each_batch_once(accelerator: Accelerator, tensor_size: int) -> None:

@@ -27,7 +27,8 @@ from hf_zero.integrations.accelerate.tensor_axis import asked_for, sharding_batc
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.plan.summary import Measured, Start, summary, summary_after
-from hf_zero.sharding import init
+from hf_zero.sharding.active import is_left_whole, is_partitioned
+from hf_zero.sharding.init import activate
 from hf_zero.sharding.shard_model import shard_model
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     args.zero_config = config
     _take_full_eval(args, config)
     _ = args.device  # starts the process group
-    init.activate(config, args.device)
+    activate(config, args.device)
     patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
 
 
@@ -296,10 +297,10 @@ def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: 
             config = callback.config
     if model is None:
         return
-    is_ours = init.is_partitioned(model)
+    is_ours = is_partitioned(model)
     if config is None and not is_ours:
         return
-    if init.is_left_whole(model):
+    if is_left_whole(model):
         return
     if not is_ours and config is not None and _is_worth_a_warning(config):
         logger.warning(

@@ -30,6 +30,7 @@ from hf_zero.checkpoint.ranks.cooperative import read_plan, write_plan
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.sharding.changes import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -111,18 +112,11 @@ def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
         return run
 
     names = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
-    before = {name: trainer.__dict__.get(name) for name in (*names, "_get_output_dir")}
-    for name in names:
-        setattr(trainer, name, guarded(getattr(trainer, name)))
-    trainer._get_output_dir = lambda trial=None: str(staged.outer)
-    try:
+    with Changes() as changes:
+        for name in names:
+            changes.replace(trainer, name, guarded(getattr(trainer, name)))
+        changes.replace(trainer, "_get_output_dir", lambda trial=None: str(staged.outer))
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del trainer.__dict__[name]
-            else:
-                setattr(trainer, name, value)
 
 
 def _name_best(trainer: Any, staged: StagedCheckpoint) -> None:

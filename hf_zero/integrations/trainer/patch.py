@@ -1,4 +1,4 @@
-"""The methods of `transformers.Trainer` that hf_zero wraps, in one place; `remove()` puts the originals back.
+"""The methods of `transformers.Trainer` that hf_zero wraps, in one place; `hf_zero.undo()` puts the originals back.
 
 Nothing changes for a Trainer whose arguments, callbacks and model have nothing to do with hf_zero. These are wrapped:
 
@@ -36,11 +36,12 @@ from hf_zero.integrations.random_state import share_random_state
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.optim.optimizers import rebind_optimizer
-from hf_zero.sharding.init import is_partitioned
+from hf_zero.sharding.active import is_partitioned
+from hf_zero.sharding.changes import Changes
 
 PrepareModel = Callable[[nn.Module | None, Any, list[Any]], None]
 
-_originals: dict[str, Any] = {}
+_changes = Changes()
 
 
 def install(prepare_model: PrepareModel, callback: type) -> None:
@@ -50,7 +51,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
         prepare_model: called with the model, the arguments and the callbacks of every Trainer.
         callback: the class attached to Trainers whose model is partitioned.
     """
-    if _originals:
+    if _changes:
         return
     wrappers: dict[str, Callable[..., Any]] = {
         "__init__": functools.partial(_wrap_init, prepare_model=prepare_model, callback=callback),
@@ -66,17 +67,10 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
     }
     if compare_versions("transformers", "<", "5.23"):
         wrappers["save_model"] = _wrap_save_model
+    _changes.keep()
     for name, wrap in wrappers.items():
         original = Trainer.__dict__[name]
-        _originals[name] = original
-        setattr(Trainer, name, functools.wraps(original)(wrap(original)))
-
-
-def remove() -> None:
-    """Put the original methods back."""
-    for name, original in _originals.items():
-        setattr(Trainer, name, original)
-    _originals.clear()
+        _changes.replace(Trainer, name, functools.wraps(original)(wrap(original)))
 
 
 def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callback: type) -> Callable[..., None]:

@@ -16,7 +16,7 @@ each of them is about are whole while it runs, with what rank 0 makes of them on
 - `PeftModel.__init__`, `merge_and_unload`, `unload`: the model with adapters, or without them again, gets the engine.
 
 What is made is plain, until `shard_model`, the Trainer, `prepare` or the first forward partitions it. Nothing changes for a
-model that is not partitioned. `undo()` puts the originals back.
+model that is not partitioned. `hf_zero.undo()` puts the originals back.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.engine.gathered_parameters import GatheredParameters, at_rest, gather_whole
 from hf_zero.engine.ranks.world import world_that_cut
-from hf_zero.sharding.init import is_constructing
-from hf_zero.sharding.shard_model import run_instead
+from hf_zero.sharding.active import is_constructing
+from hf_zero.sharding.changes import Changes
+from hf_zero.sharding.late import run_instead
 
-_originals: list[tuple[Any, str, Any]] = []
+_changes = Changes()
 
 
 class _Importing(importlib.abc.MetaPathFinder):
@@ -57,7 +58,7 @@ class _Importing(importlib.abc.MetaPathFinder):
             def exec_module(module: Any) -> None:
                 execute(module)
                 if self in sys.meta_path:
-                    install()
+                    _wrap_all()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -68,48 +69,33 @@ _importing = _Importing()
 
 def install() -> None:
     """Wrap the functions, now or when PEFT is imported; a second call changes nothing."""
-    if _originals:
+    if _changes:
         return
-    if "peft" not in sys.modules:
-        if _importing not in sys.meta_path:
-            sys.meta_path.insert(0, _importing)
-        return
+    _changes.keep()
+    if "peft" in sys.modules:
+        _wrap_all()
+    else:
+        sys.meta_path.insert(0, _importing)
+        _changes.also(lambda: sys.meta_path.remove(_importing))
+
+
+def _wrap_all() -> None:
     tuners = importlib.import_module("peft.tuners")
     tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
-    _wrap(tuners_utils.BaseTuner, "inject_adapter", _inject_adapter)
-    _wrap(tuners_utils, "onload_layer", _onload_layer)
-    _wrap(tuners.trainable_tokens.TrainableTokensLayer, "update_layer", _update_tokens)
+    _changes.wrap(tuners_utils.BaseTuner, "inject_adapter", _inject_adapter)
+    _changes.wrap(tuners_utils, "onload_layer", _onload_layer)
+    _changes.wrap(tuners.trainable_tokens.TrainableTokensLayer, "update_layer", _update_tokens)
     for kind in (tuners.prompt_tuning.PromptEmbedding, tuners.cpt.CPTEmbedding):
-        _wrap(kind, "__init__", _make_prompt)
+        _changes.wrap(kind, "__init__", _make_prompt)
     for kind in (tuners.LoraModel, tuners.IA3Model):
-        _wrap(kind, "add_weighted_adapter", _combine)
-    _wrap(tuners.AdaLoraModel, "update_and_allocate", _allocate)
+        _changes.wrap(kind, "add_weighted_adapter", _combine)
+    _changes.wrap(tuners.AdaLoraModel, "update_and_allocate", _allocate)
     layers = importlib.import_module("peft.tuners.lora.layer")
     if hasattr(layers, "ParamWrapper"):
-        _wrap(layers.ParamWrapper, "_activate_lora", functools.partial(_adapt_parameter, layers))
-    _wrap(importlib.import_module("peft.peft_model").PeftModel, "__init__", _make_model)
+        _changes.wrap(layers.ParamWrapper, "_activate_lora", functools.partial(_adapt_parameter, layers))
+    _changes.wrap(importlib.import_module("peft.peft_model").PeftModel, "__init__", _make_model)
     for name in ("merge_and_unload", "unload"):
-        _wrap(tuners_utils.BaseTuner, name, _unload)
-
-
-def undo() -> None:
-    """Put the originals back."""
-    if _importing in sys.meta_path:
-        sys.meta_path.remove(_importing)
-    while _originals:
-        owner, name, original = _originals.pop()
-        setattr(owner, name, original)
-
-
-def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    original = vars(owner)[name]
-    _originals.append((owner, name, original))
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
+        _changes.wrap(tuners_utils.BaseTuner, name, _unload)
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""Changes of other libraries' classes and objects: made in one way, and put back in one way.
+
+[Note: changes of other libraries] A library is changed where it offers no hook, and only so that what is not ours behaves as
+before. Each change remembers what stood in the object itself: a method that it inherited is inherited again afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_kept: list[Changes] = []  # of the whole program, in the order in which they were first made
+
+
+class Changes:
+    """Some changes that belong together; as a context manager, they last as long as its block."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Let the attribute `name` of a class, module or object be `new`."""
+        if name in vars(owner):
+            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self._undo.append(functools.partial(delattr, owner, name))
+        setattr(owner, name, new)
+
+    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Let `owner.name(...)` be `replacement(original, ...)`."""
+        original = vars(owner)[name]
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        self.replace(owner, name, wrapped)
+
+    def also(self, undo: Callable[[], None]) -> None:
+        """Remember how to undo a change of another kind."""
+        self._undo.append(undo)
+
+    def keep(self) -> None:
+        """Let `undo_all` put these back, too."""
+        _kept.append(self)
+
+    def undo(self) -> None:
+        """Put back what was there, the latest change first."""
+        if self in _kept:
+            _kept.remove(self)
+        while self._undo:
+            self._undo.pop()()
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def __enter__(self) -> Changes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def undo_all() -> None:
+    """Put back everything that was to be kept until now."""
+    while _kept:
+        _kept[-1].undo()

@@ -1,0 +1,109 @@
+"""Cutting the parameters of a model that is whole: one at a time, in all their places, with rank 0's values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.parameters.quantised import remember_class
+from hf_zero.engine.parameters.records import cut, put, wrap
+from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_quantised
+from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis, share_resized
+
+
+def partition_whole(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+    """Share a model's layers over the tensor axis, if there is one, and cut what is not cut yet: see `partition_parameters`."""
+    replaced = distribute(model, world)
+    share_resized(model, world)
+    remember_tensor_axis(model, world)
+    return replaced + partition_parameters(model, world)
+
+
+def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+    """Give every plain parameter rank 0's values, and cut it; partitioned ones stay as they are.
+
+    Returns:
+        The parameters that were replaced, with their names.
+    """
+    replaced = []
+    if world.partitions and world.config.policy.shards_parameters:
+        for found in find_quantised(model):
+            _partition_quantised(found, world)
+    for found in find_parameters(model):
+        if isinstance(found.param, DTensor):
+            if not is_over_tensor_axis(found.param, world):
+                continue
+            world.data.broadcast(torch_compat.local_of(found.param), 0, found.names[0])
+        else:
+            world.broadcast(found.param.data, found.names[0])
+        old = found.param
+        partition_one(found, world)
+        if found.param is not old:
+            replaced.append((old, found.names[0]))
+    return replaced
+
+
+def _partition_quantised(found: FoundParameter, world: World) -> None:
+    """Cut packed bytes to this rank's rows, see [Note: quantised weights]; the ranks have agreed that theirs are equal."""
+    old = found.param
+    plain = nn.Parameter(old.detach().as_subclass(torch.Tensor), requires_grad=False)
+    vars(plain).update(vars(old))
+    found.param = plain
+    partition_one(found, world)
+    remember_class(found.param, old, found.locations)
+
+
+def partition_one(found: FoundParameter, world: World) -> None:
+    """Cut one whole parameter to this rank's rows, in all its places, in the dtype at rest."""
+    param = found.param
+    dtype = world.precision.master_for(param.dtype, param.requires_grad)
+    if not world.partitions:
+        if param.dtype != dtype:
+            param._zero_made_in = param.dtype  # type: ignore[attr-defined]
+            param.data = param.data.to(dtype)
+        return
+    new = cut(param, world, dtype)
+    new._zero_world = world  # type: ignore[attr-defined]
+    new._zero_made_in = param.dtype  # type: ignore[attr-defined]
+    put(found.locations, new)
+    found.param = new
+
+
+def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+    """Cast trainable parameters that are already partitioned to the dtype that the optimizer updates, one at a time.
+
+    Returns:
+        The parameters that were replaced, with their names.
+    """
+    replaced: list[tuple[nn.Parameter, str]] = []
+    for found in find_parameters(model):
+        param = found.param
+        dtype = world.precision.master_for(param.dtype, param.requires_grad)
+        if not isinstance(param, DTensor) or param.dtype == dtype or not world.partitions:
+            continue
+        new = wrap(torch_compat.local_of(param).to(dtype), world, param)
+        new._zero_world = world  # type: ignore[attr-defined]
+        new._zero_made_in = param.dtype  # type: ignore[attr-defined]
+        put(found.locations, new)
+        replaced.append((param, found.names[0]))
+    return replaced
+
+
+def broadcast_buffers(model: nn.Module, world: World, known: Collection[int]) -> None:
+    """Give every rank the buffers of rank 0; `engine.buffers` does it for what changes in training."""
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in known:
+            world.broadcast(buffer, name)
+
+
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """Put the parameters and buffers that are not partitioned yet on a device, in their places; those that are tied stay so."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device != device and not tensor.is_meta and not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)

@@ -1,0 +1,181 @@
+"""Engines made late: a model that was partitioned while it was made gets its engine at its first forward.
+
+Until then, adapters, a resized embedding or a new head can still be added to it, and become a part of the engine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
+from hf_zero.engine.modules.float32 import find_modules
+from hf_zero.engine.modules.hooks import Hook
+from hf_zero.engine.modules.state_dict import CutStateDict
+from hf_zero.engine.parameters.computed import read_numbers_whole
+from hf_zero.engine.parameters.on_disk import check_offload
+from hf_zero.engine.ranks.world import World, world_of
+from hf_zero.engine.units.grouping import find_parameters, named_blocks
+from hf_zero.optim.optimizers import hear_of_steps
+from hf_zero.sharding import model_methods
+from hf_zero.sharding.checks import (
+    agree_on_model,
+    check_quantised,
+    refuse_parameters_in_lists,
+    refuse_sparse_gradients,
+)
+from hf_zero.sharding.cutting import broadcast_buffers, move_to, partition_whole, raise_to_master
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] = ()) -> ZeroEngine:
+    """Partition what is not partitioned yet, and make the engine; called by all ranks together.
+
+    Inference mode is off here: a first forward may run in it, and parameters made in it could never be trained.
+    """
+    named_blocks(model, world.config.units)  # these two raise before anything is changed
+    find_modules(model, world.config)
+    check_offload(world)
+    hear_of_steps()
+    torch_compat.agree_on_every_overflow()
+    read_numbers_whole()
+    if world.num_ranks > 1:
+        refuse_sparse_gradients(model)
+        refuse_parameters_in_lists(model)
+    move_to(model, world.device)
+    agree_on_model(model, world)
+    check_quantised(model, world)
+    replaced = partition_whole(model, world) + raise_to_master(model, world)
+    broadcast_buffers(model, world, known_buffers)
+    made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
+    engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
+    for old, name in replaced:
+        engine.remember_replaced(old, name)
+    return engine
+
+
+class LateEngine:
+    """Forward pre-hook of a partitioned model without an engine; makes one at the first forward.
+
+    Until then, adapters, a resized embedding or a new head can still be added to a loaded model.
+    """
+
+    def __init__(self, world: World, made_in: Mapping[str, torch.dtype] | None = None, load_handle: Any = None) -> None:
+        self.world = world
+        self._load_handle = load_handle
+        self._made_in = made_in or {}  # a deep copy of a plain parameter forgets its attributes
+        self._is_done = False
+        self.known_buffers: Collection[int] = ()  # that the ranks have had from rank 0 before, by id
+        self.inside: list[Any] = []  # handles of the hooks of the model's parts
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Make the engine, and let it see this call, since its own hooks come too late for it."""
+        engine = self.start(module)
+        return None if engine is None else engine.enter_root_late(module, args, kwargs)
+
+    def start(self, module: nn.Module) -> ZeroEngine | None:
+        """Make the engine of a model, if none of its parameters has one."""
+        if self._is_done or engine_of(module) is not None:
+            return None
+        if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
+            return None  # inside `GatheredParameters`: the next forward outside makes the engine
+        self._is_done = True
+        for handle in self.inside:
+            handle.remove()
+        params = [found.param for found in find_parameters(module)]
+        if not params or any(all(engine.find(p) is not None for p in params) for engine in live_engines()):
+            return None  # a part of a model that has an engine
+        for inner in engines_inside(module):
+            inner.close()
+        if self._load_handle is not None:
+            self._load_handle.remove()  # the engine has its own
+        for name, param in module.named_parameters():
+            if name in self._made_in:
+                param._zero_made_in = self._made_in[name]  # type: ignore[attr-defined]
+        return start_engine(module, self.world, self.known_buffers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LateEngine:
+        return LateEngine(self.world, self._made_in)
+
+
+class _LateInside:
+    """Forward pre-hook of a part of such a model, which some code calls by itself, or calls the model's `forward`."""
+
+    def __init__(self, model: nn.Module, late: LateEngine) -> None:
+        self._model = weakref.ref(model)
+        self._late = late
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Make the engine, and let its hooks of this part see this call."""
+        model, known = self._model(), set(module._forward_pre_hooks)
+        if model is None or self._late.start(model) is None:
+            return None
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if key not in known:
+                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        return args, kwargs
+
+
+def is_late(model: nn.Module) -> bool:
+    """Whether a model will have an engine at its first forward."""
+    hooks = model._forward_pre_hooks.values()
+    return any(
+        isinstance(hook, LateEngine) or isinstance(getattr(hook, "copied_as", None), LateEngine) for hook in hooks
+    )
+
+
+def attach_late(model: nn.Module, world: World) -> None:
+    """Make a model that was partitioned while it was made get its engine at its first forward."""
+    world.models.add(model)
+    for param in model.parameters():
+        param._zero_world = world  # type: ignore[attr-defined]
+    handle = model.register_load_state_dict_pre_hook(CutStateDict(world))  # type: ignore[no-untyped-call]
+    late = LateEngine(world, load_handle=handle)
+    hook = Hook(late, copied_as=LateEngine(world))
+    model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
+    if world.partitions:
+        inside = Hook(_LateInside(model, late))
+        late.inside += [part.register_forward_pre_hook(inside, with_kwargs=True, prepend=True) for part in parts]
+
+
+def engines_inside(model: nn.Module) -> list[ZeroEngine]:
+    """The engines of a model and of its parts."""
+    return [engine for engine in map(engine_of, model.modules()) if engine is not None]
+
+
+def run_instead(model: nn.Module) -> None:
+    """Let `model` be what has an engine, from its next forward on, instead of a model inside it or around it.
+
+    Otherwise what it adds (the encoder of a prompt) would be in no engine, and nobody would reduce its gradients; and what is
+    left of a model would lack the methods of a partitioned one. A model without a partitioned part stays as it is.
+    """
+    params = list(model.parameters())
+    engines = [engine for engine in live_engines() if any(engine.find(p) is not None for p in params)]
+    world = engines[0].world if engines else world_at_rest(model)
+    if world is None:
+        return
+    for engine in engines:
+        engine.close()
+    attach_late(model, world)
+    model_methods.attach(model, world)
+
+
+def world_at_rest(model: nn.Module) -> World | None:
+    """The ranks over which a model without an engine was partitioned when it was made."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for late in (hook, getattr(hook, "copied_as", None)):
+                if isinstance(late, LateEngine):
+                    return late.world
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            return world_of(param)
+    return None
