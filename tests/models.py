@@ -5,12 +5,16 @@ No dropout anywhere: the unsharded oracle runs the ranks' batches one after the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 VOCAB, LENGTH, BATCH = 37, 6, 2  # 37 rows divide neither by 2 nor by 3
 
@@ -49,6 +53,37 @@ def make_model(case: Case, seed: int = 0) -> nn.Module:
     """The model of a case, the same for the same seed, in training mode."""
     torch.manual_seed(seed)
     return case.build().train()
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Callable[[int, int], Any],
+    steps: Iterable[int] = range(4),
+    ranks: Sequence[int] | None = None,
+    clip: float | None = None,
+) -> tuple[list[float], list[float]]:
+    """Train on the batches of `ranks`, which count alike: this rank's own, or all of them for an unsharded model.
+
+    Returns:
+        The losses, by step and by rank, and the norms that `clip_grad_norm_` gave, where it was asked for.
+    """
+    own = [dist.get_rank()] if ranks is None else ranks
+    losses, norms = [], []
+    for step in steps:
+        for index, rank in enumerate(own):
+            is_last = index == len(own) - 1
+            with contextlib.nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
+                found = loss(model, batch(step, rank)) / len(own)
+                found.backward()
+            losses.append(found.item() * len(own))
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
 
 
 def _tokens(generator: torch.Generator, *shape: int) -> Tensor:

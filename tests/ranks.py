@@ -14,6 +14,8 @@ import faulthandler
 import functools
 import gc
 import importlib
+import inspect
+import itertools
 import os
 import pickle
 import queue
@@ -27,7 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import inf
@@ -40,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+Test = Callable[..., None]
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _START_S, _CLEAN_S, _GROUP_LIMIT, _TAIL_CHARS = 120.0, 5.0, timedelta(seconds=60), 16_000
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -109,11 +112,15 @@ def _run_job(call: bytes, launcher: dict[str, str], store: str) -> bytes | RankF
             dist.init_process_group("gloo", f"file://{store}", _GROUP_LIMIT, int(launcher["WORLD_SIZE"]), rank)
             dist.barrier()  # a rank that fails at once must not leave while its peers still connect to it
         fn, args, kwargs = pickle.loads(call)
-        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
-            seed(0)
+        _seed()
         return pickle.dumps(fn(*args, **kwargs))
     except BaseException as error:
         return RankFailure(rank, type(error).__name__, str(error), traceback.format_exc(), time.monotonic())
+
+
+def _seed() -> None:
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(0)
 
 
 def _leave_group() -> None:
@@ -125,18 +132,23 @@ def _leave_group() -> None:
 
 def _clean_up() -> None:
     """Undo what a job may leave behind; an error here ends the process, and the parent replaces it."""
+    _reset(ENVIRONMENT)
+    _leave_group()
+    gc.freeze()  # what is left is modules and caches, of which jobs import more and more
+
+
+def _reset(environment: dict[str, str]) -> None:
+    """What jobs and turns find: the process's settings, and accelerate as it is before its first object."""
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
-    _leave_group()
     os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(environment)
     os.chdir(_ROOT)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
-    gc.freeze()  # what is left is modules and caches, of which jobs import more and more
 
 
 class _Worker:
@@ -297,26 +309,73 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _Body:
-    """The body of a test under `on_ranks`, found by name on a rank."""
+    """The body of a test under `on_ranks` or `alone`, found by name on a rank, and run once for each of its turns."""
 
     module: str
     __qualname__: str
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(self.module), self.__qualname__).__wrapped__(*args, **kwargs)
+    def __call__(self, **arguments: Any) -> None:
+        test = getattr(importlib.import_module(self.module), self.__qualname__)
+        environment = dict(os.environ)
+        for number, turn in enumerate(test.turns):
+            if number:
+                _begin_next_turn(environment)
+            try:
+                test.__wrapped__(**arguments, **turn)
+            except BaseException as error:
+                error.add_note(f"in the turn {turn}") if turn else None
+                raise
 
 
-def on_ranks(num_ranks: int, *, timeout_s: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a test run on that many ranks of the pool: what it asserts, it asserts on each of them. See `run_ranks`."""
+def _begin_next_turn(environment: dict[str, str]) -> None:
+    if dist.is_initialized():
+        dist.barrier()  # a peer may still read from what the last turn has left here
+    gc.collect()
+    _reset(environment)
+    _seed()
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def on_parent(**arguments: Any) -> None:
-            run_ranks(_Body(test.__module__, test.__qualname__), num_ranks, timeout_s=timeout_s, **arguments)
 
-        return on_parent
+def on_ranks(*num_ranks: int, timeout_s: float = 60, **values: Sequence[Any]) -> Callable[[Test], Test]:
+    """Let a test run on that many ranks of the pool: what it asserts, it asserts on each of them. See `run_ranks`.
 
-    return decorate
+    Args:
+        num_ranks: one job for each number.
+        timeout_s: of a job; each further turn adds 15 s.
+        values: by argument of the test, values to go through inside the job, in all combinations ("turns"). Each turn
+            begins with the seeds and settings of a new job, and a failure names its own. Everything else the test asks
+            for, parameters of pytest and fixtures, is pickled.
+    """
+    turns = _turns(values)
+    limit_s = timeout_s + 15 * (len(turns) - 1)
+
+    def run(body: _Body, arguments: dict[str, Any]) -> None:
+        for number in num_ranks:
+            run_ranks(body, number, timeout_s=limit_s, **arguments)
+
+    return lambda test: _on_parent(test, turns, run)
+
+
+def alone(*, timeout_s: float = 60, **values: Sequence[Any]) -> Callable[[Test], Test]:
+    """Let a test run in a worker without a process group; else as `on_ranks`."""
+    turns = _turns(values)
+    limit_s = timeout_s + 15 * (len(turns) - 1)
+    return lambda test: _on_parent(test, turns, lambda body, arguments: run_alone(body, timeout_s=limit_s, **arguments))
+
+
+def _turns(values: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def _on_parent(test: Test, turns: list[dict[str, Any]], run: Callable[[_Body, dict[str, Any]], None]) -> Test:
+    @functools.wraps(test)
+    def on_parent(**arguments: Any) -> None:
+        run(_Body(test.__module__, test.__qualname__), arguments)
+
+    signature = inspect.signature(test)
+    asked = [each for name, each in signature.parameters.items() if name not in turns[0]]
+    on_parent.__signature__ = signature.replace(parameters=asked)  # type: ignore[attr-defined]  # read by pytest
+    on_parent.turns = turns  # type: ignore[attr-defined]
+    return on_parent
 
 
 def run_alone(fn: Callable[..., T], *args: Any, timeout_s: float = 60, **kwargs: Any) -> T:
