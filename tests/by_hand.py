@@ -6,7 +6,6 @@ The everyday suite has to stay well below a quarter of an hour on two cores, wha
 SLOW_CASES = {
     "checkpoint/test_commit.py::test_a_whole_checkpoint_is_found_after_death_at_every_change[later]",
     "comm/test_ledger.py::test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four[3]",
-    "comm/test_ledger.py::test_uneven_rows_are_padded_by_native_collectives_only[3-native]",
     "comm/test_wire.py::test_second_copy_keeps_the_bits_and_gathers_within_the_host[native-exact]",
     "comm/test_wire.py::test_training_in_each_format_is_near_and_alike_on_all_ranks[2-pairwise]",
     "engine/parameters/test_balanced.py::test_training_is_that_of_one_process_on_four_ranks",
@@ -22,7 +21,7 @@ SLOW_CASES = {
     "plan/test_memory.py::test_model_states_are_those_that_the_engine_counts[mlp-2]",
     "sharding/test_init.py::test_embeddings_may_be_resized[2-2]",
     "sharding/test_init.py::test_embeddings_may_be_resized[3-3]",
-    "sharding/test_loading.py::test_loaded_model_has_the_bits_of_the_unsharded_one[3-True]",
+    "sharding/test_loading.py::test_loaded_model_has_the_bits_of_the_unsharded_one_in_a_whole_program",
     "test_parity.py::test_every_stage_has_the_bits_of_gradients_summed_in_rank_order_on_three_ranks[translator]",
     "test_parity.py::test_every_stage_has_the_bits_of_one_process_on_two_ranks[bert]",
     "test_parity.py::test_every_stage_has_the_bits_of_one_process_on_two_ranks[vit]",

@@ -139,7 +139,8 @@ def test_nothing_of_hf_zero_is_imported_by_name_but_lazily_at_its_face() -> None
     for name, path in _modules().items():
         visitor = _Imports()
         visitor.visit(ast.parse(path.read_text()))
-        assert all(given.startswith("'") and "hf_zero" not in given for given in visitor.by_name), name
+        is_open = name == "checkpoint.files.state_values"  # a class that a checkpoint names
+        assert all(is_open or (given.startswith("'") and "hf_zero" not in given) for given in visitor.by_name), name
 
 
 def test_engine_and_all_below_know_torch_only() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from hf_zero.checkpoint.commit import verify
 from tests.hosts import ADDRESS, Hosts, two_hosts, why_not
-from tests.integrations.trainer.test_trainer import undone
+from tests.integrations.trainer.runs import undone
 from tests.ranks import run_ranks
 
 TRAIN = """

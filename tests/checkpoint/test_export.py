@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict, world_of_model
 from tests.models import CASES, AwkwardMLP, make_model
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 CONFIG: dict[str, Any] = {"stage": 3, "collectives": "pairwise"}
 MODELS = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
@@ -35,63 +36,50 @@ def changed(case: str) -> nn.Module:
 # ---- whole_state_dict -----------------------------------------------------------------------------------------------
 
 
-def gather_states(stage: int) -> dict[str, Any]:
-    rank, results = dist.get_rank(), {}
-    for name in ("llama", "gpt2", "mlp"):
-        model = changed(name)
-        oracle = {key: value.clone() for key, value in model.state_dict().items()}
-        zero.shard_model(model, CONFIG | {"stage": stage})
-        state = whole_state_dict(model)
-        is_equal = list(state) == list(oracle) and all(torch.equal(state[key], value) for key, value in oracle.items())
-        some = whole_state_dict(model, keep=rank == 1, names=list(oracle)[:3])
-        results[name] = {
-            "is_equal": is_equal,
-            "some": list(some) == (list(oracle)[:3] if rank == 1 else []),
-            "is_plain": all(type(value) is Tensor and value.device.type == "cpu" for value in state.values()),
-        }
-        if name == "gpt2":
-            head, embedding = state["lm_head.weight"], state["transformer.wte.weight"]
-            results[name]["tied_once"] = head.data_ptr() == embedding.data_ptr()
-    return results
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in state.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_whole_state_dict_is_that_of_the_unsharded_model(stage: int) -> None:
-    for results in run_ranks(gather_states, 2, stage):
-        for name, found in results.items():
-            assert all(found.values()), (name, found)
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
-def gather_few_rows() -> tuple[bool, list[int]]:
+@on_ranks(2, stage=[0, 1, 3], name=["llama", "gpt2", "mlp"])
+def test_whole_state_dict_is_that_of_the_unsharded_model(stage: int, name: str) -> None:
+    model = changed(name)
+    oracle = copied(model.state_dict())
+    zero.shard_model(model, CONFIG | {"stage": stage})
+    state = whole_state_dict(model)
+    assert_same(state, oracle)
+    assert all(type(value) is Tensor and value.device.type == "cpu" for value in state.values())
+    some = whole_state_dict(model, keep=dist.get_rank() == 1, names=list(oracle)[:3])
+    assert list(some) == (list(oracle)[:3] if dist.get_rank() == 1 else [])
+    if name == "gpt2":
+        assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()  # tied: once
+
+
+@on_ranks(3)
+def test_ranks_without_rows_take_part() -> None:
     torch.manual_seed(0)
     model = AwkwardMLP()
-    oracle = {key: value.clone() for key, value in model.state_dict().items()}
+    oracle = copied(model.state_dict())
     zero.shard_model(model, CONFIG)
-    rows = [param.to_local().numel() if hasattr(param, "to_local") else -1 for param in model.parameters()]
-    state = whole_state_dict(model, keep=dist.get_rank() == 2)
-    wanted = oracle if dist.get_rank() == 2 else {}
-    return state.keys() == wanted.keys() and all(torch.equal(state[key], value) for key, value in wanted.items()), rows
+    is_last = dist.get_rank() == 2
+    rows = [param.to_local().numel() for param in model.parameters() if hasattr(param, "to_local")]
+    assert not is_last or 0 in rows
+    assert_same(whole_state_dict(model, keep=is_last), oracle if is_last else {})
 
 
-def test_ranks_without_rows_take_part() -> None:
-    results = run_ranks(gather_few_rows, 3)
-    assert [is_equal for is_equal, _ in results] == [True] * 3
-    assert 0 in results[2][1]
-
-
-def gather_mixed() -> tuple[bool, bool]:
-    """What is not partitioned is taken as it is."""
+@on_ranks(2)
+def test_parts_that_are_not_partitioned_are_taken_as_they_are() -> None:
     model = nn.ModuleDict({"ours": nn.Linear(3, 3), "plain": nn.Linear(3, 3)})
-    oracle = {key: value.clone() for key, value in model.state_dict().items()}
+    oracle = copied(model.state_dict())
     zero.shard_model(model["ours"], CONFIG)
     state = whole_state_dict(model)
-    oracle_of_rank_0 = {key: value for key, value in oracle.items() if key.startswith("plain")}
-    is_same = all(torch.equal(state[key], value) for key, value in oracle_of_rank_0.items())
-    return is_same and state.keys() == oracle.keys(), world_of_model(model["plain"]) is None
-
-
-def test_parts_that_are_not_partitioned_are_taken_as_they_are() -> None:
-    assert run_ranks(gather_mixed, 2) == [(True, True)] * 2
+    assert state.keys() == oracle.keys()
+    assert all(torch.equal(state[key], value) for key, value in oracle.items() if key.startswith("plain"))
+    assert world_of_model(model["plain"]) is None
 
 
 # ---- save_pretrained ------------------------------------------------------------------------------------------------
@@ -128,41 +116,38 @@ def test_folder_is_that_of_the_unsharded_model(stage: int, max_shard_size: str, 
     assert "lm_head.weight" not in tied
 
 
-def load_and_save(source: str, target: str) -> bool:
-    """Partitioned while it loads, saved before any forward."""
-    _clear_sharding_prop_cache()  # it may refer to the groups of earlier jobs in this process
-    with zero.Init(CONFIG):
-        model = AutoModelForCausalLM.from_pretrained(source)
-    has_engine = zero.engine_of(model) is not None
-    model.save_pretrained(target)
-    return has_engine
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@on_ranks(2, name=["llama", "gpt2", "mixtral"])
 def test_what_was_partitioned_while_loading_is_saved_as_it_was(name: str, tmp_path: Path) -> None:
-    changed(name).save_pretrained(tmp_path / "plain")
-    assert run_ranks(load_and_save, 2, str(tmp_path / "plain"), str(tmp_path / "ours")) == [False, False]
-    left, right = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "plain"))
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[key], value) for key, value in right.items())
+    """Before any forward."""
+    _clear_sharding_prop_cache()  # it may refer to the groups of earlier jobs in this process
+    plain, ours = tmp_path / name, tmp_path / f"{name}_ours"
+    if dist.get_rank() == 0:
+        changed(name).save_pretrained(plain)
+    dist.barrier()
+    with zero.Init(CONFIG):
+        model = AutoModelForCausalLM.from_pretrained(plain)
+    assert zero.engine_of(model) is None
+    model.save_pretrained(ours)
+    dist.barrier()
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (ours, plain))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
-def save_given_values(folder: str) -> None:
+@on_ranks(2)
+def test_a_given_state_dict_is_written(tmp_path: Path) -> None:
     model = changed("llama")
+    oracle = copied(model.state_dict())
     zero.shard_model(model, CONFIG)
     values = {key: torch.full_like(value, 2) for key, value in whole_state_dict(model).items()}
-    model.save_pretrained(f"{folder}/whole", state_dict=values)
-    model.save_pretrained(f"{folder}/sharded", state_dict=model.state_dict())
-    model.save_pretrained(f"{folder}/main", is_main_process=dist.get_rank() == 0)
-
-
-def test_a_given_state_dict_is_written(tmp_path: Path) -> None:
-    run_ranks(save_given_values, 2, str(tmp_path))
-    whole, sharded, main = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "sharded", "main"))
-    oracle = changed("llama").state_dict()
-    assert all(bool((value == 2).all()) for value in whole.values())
-    assert whole.keys() == sharded.keys() == main.keys() == oracle.keys()
-    assert all(torch.equal(sharded[key], value) and torch.equal(main[key], value) for key, value in oracle.items())
+    model.save_pretrained(tmp_path / "whole", state_dict=values)
+    model.save_pretrained(tmp_path / "sharded", state_dict=model.state_dict())
+    model.save_pretrained(tmp_path / "main", is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    for name, wanted in (("whole", values), ("sharded", oracle), ("main", oracle)):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == oracle.keys(), name
+        assert all(torch.equal(found[key], value) for key, value in wanted.items()), name
 
 
 def save_on_one_rank(folder: str) -> None:
@@ -200,26 +185,18 @@ class SavesItself(nn.Module):
         torch.save({"title": title, "head": self.head.weight.detach(), "state": self.state_dict()}, path)
 
 
-def save_itself(path: str, stage: int) -> tuple[bool, str]:
+@on_ranks(2, stage=[0, 2, 3])
+def test_a_model_that_saves_itself_is_whole_meanwhile(stage: int, tmp_path: Path) -> None:
+    path = str(tmp_path / f"model{stage}.pt")
     torch.manual_seed(0)
     model = SavesItself()
-    oracle = {key: value.clone() for key, value in model.state_dict().items()}
+    oracle = copied(model.state_dict())
     zero.shard_model(model, CONFIG | {"stage": stage})
     at_rest = {key: type(value) for key, value in model.state_dict().items()}
     model.save_pretrained(path, "mine")
     saved = torch.load(path, weights_only=False)
-    is_whole = saved["title"] == "mine" and torch.equal(saved["head"], oracle["head.weight"])
-    is_whole &= all(torch.equal(saved["state"][key], value) for key, value in oracle.items())
-    is_whole &= {key: type(value) for key, value in model.state_dict().items()} == at_rest
-    try:
+    assert saved["title"] == "mine" and torch.equal(saved["head"], oracle["head.weight"])
+    assert all(torch.equal(saved["state"][key], value) for key, value in oracle.items())
+    assert {key: type(value) for key, value in model.state_dict().items()} == at_rest
+    with pytest.raises(zero.ZeroError, match="rank 0: OSError: no space left"):
         model.save_pretrained(path, "mine", fails=True)
-    except zero.ZeroError as error:
-        return is_whole, str(error)
-    return is_whole, ""
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_model_that_saves_itself_is_whole_meanwhile(stage: int, tmp_path: Path) -> None:
-    for is_whole, told in run_ranks(save_itself, 2, str(tmp_path / "model.pt"), stage):
-        assert is_whole
-        assert "rank 0: OSError: no space left" in told

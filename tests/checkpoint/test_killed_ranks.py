@@ -23,9 +23,7 @@ from transformers import TrainerCallback
 
 from hf_zero.checkpoint.files import disk
 from tests.checkpoint.runs import ROOT, make_trainer
-from tests.integrations.trainer.test_trainer import (
-    with_dropout,
-)
+from tests.integrations.trainer.runs import with_dropout
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -40,12 +41,20 @@ STATE = (
 )  # fmt: skip
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    capsys.readouterr()
-    code = cli.main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return code, out, err
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command: its exit code, stdout and stderr."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
 
 
 def describe(folder: Path, step: int) -> None:
@@ -153,11 +162,11 @@ def assert_same_folder(ours: Path, plain: Path) -> None:
 @pytest.mark.parametrize("limit", ["7KB", "5GB"])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
 def test_export_is_what_save_pretrained_writes(
-    case: str, limit: str, dtype: str | None, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, limit: str, dtype: str | None, checkpoints: Path, tmp_path: Path, run: Run
 ) -> None:
     out, plain = tmp_path / "out", tmp_path / "plain"
     options = ["--max-shard-size", limit, *([] if dtype is None else ["--dtype", dtype])]
-    code, text, err = run(capsys, "export", checkpoints / case, out, *options)
+    code, text, err = run("export", checkpoints / case, out, *options)
     assert (code, err) == (0, "")
     assert "read again and equal" in text
     model = make_model(CASES[case])
@@ -173,14 +182,12 @@ def test_export_is_what_save_pretrained_writes(
         assert torch.equal(loaded[name], value), name
 
 
-def test_export_leaves_the_training_behind_and_takes_the_tokenizer(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_leaves_the_training_behind_and_takes_the_tokenizer(checkpoint: Path, tmp_path: Path, run: Run) -> None:
     (checkpoint / MANIFEST).unlink()  # a folder within is not a checkpoint's
     (checkpoint / "additional_chat_templates").mkdir()
     (checkpoint / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (checkpoint / "runs").mkdir()
-    code, text, _ = run(capsys, "export", checkpoint, tmp_path / "out")
+    code, text, _ = run("export", checkpoint, tmp_path / "out")
     assert code == 0
     assert "has no manifest" in text
     found = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -191,9 +198,7 @@ def test_export_leaves_the_training_behind_and_takes_the_tokenizer(
         assert (tmp_path / "out" / name).read_bytes() == (checkpoint / name).read_bytes()
 
 
-def test_export_of_an_export_with_other_files_and_dtypes_is_again_the_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_of_an_export_with_other_files_and_dtypes_is_again_the_models(tmp_path: Path, run: Run) -> None:
     """Several dtypes in one model; the source is divided already, in another way."""
     model = make_model(CASES["mixtral"]).to(torch.bfloat16)
     for layer in model.model.layers:
@@ -201,7 +206,7 @@ def test_export_of_an_export_with_other_files_and_dtypes_is_again_the_models(
         layer.input_layernorm.float()
     source = make_checkpoint(tmp_path / "source", model, max_shard_size="11KB")
     model.save_pretrained(tmp_path / "plain", max_shard_size="20KB")
-    assert run(capsys, "export", source, tmp_path / "out", "--max-shard-size", "20KB")[0] == 0
+    assert run("export", source, tmp_path / "out", "--max-shard-size", "20KB")[0] == 0
     assert_same_folder(tmp_path / "out", tmp_path / "plain")
     assert {value.dtype for value in load_file(tmp_path / "out" / "model-00001-of-00003.safetensors").values()} == {
         torch.float32,
@@ -211,16 +216,12 @@ def test_export_of_an_export_with_other_files_and_dtypes_is_again_the_models(
 
 @pytest.mark.parametrize("architecture", ["NobodysModel", "BertForSequenceClassification", "LlamaModel"])
 def test_export_of_an_unknown_model_divides_in_the_order_of_the_files(
-    architecture: str,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    architecture: str, checkpoint: Path, tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
     describe(checkpoint, 4)
-    assert run(capsys, "export", checkpoint, tmp_path / "out", "--max-shard-size", "9KB")[0] == 0
+    assert run("export", checkpoint, tmp_path / "out", "--max-shard-size", "9KB")[0] == 0
     assert "in the order of their files" in caplog.text
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     expected = load_file(checkpoint / "model.safetensors")
@@ -234,7 +235,7 @@ def test_export_of_an_unknown_model_divides_in_the_order_of_the_files(
 
 
 def test_export_passes_rows_through_bounded_chunks(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, write_at = [], disk.write_at
 
@@ -245,7 +246,7 @@ def test_export_passes_rows_through_bounded_chunks(
     monkeypatch.setattr(disk, "write_at", noted)
     monkeypatch.setattr(offline, "CHUNK_BYTES", 100)  # divides neither rows nor tensors
     for dtype in ("float32", "bfloat16"):
-        code, _, _ = run(capsys, "export", checkpoints / "llama", tmp_path / dtype, "--dtype", dtype)
+        code, _, _ = run("export", checkpoints / "llama", tmp_path / dtype, "--dtype", dtype)
         assert code == 0
         make_model(CASES["llama"]).to(getattr(torch, dtype)).save_pretrained(tmp_path / f"plain_{dtype}")
         assert_same_folder(tmp_path / dtype, tmp_path / f"plain_{dtype}")
@@ -253,26 +254,26 @@ def test_export_passes_rows_through_bounded_chunks(
     assert len(sizes) > 300
 
 
-def test_values_that_float16_cannot_hold_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_float16_cannot_hold_are_named(tmp_path: Path, run: Run) -> None:
     model = make_model(CASES["llama"])
     with torch.no_grad():
         model.lm_head.weight[3, 2] = 1e5
         model.model.norm.weight[1] = torch.inf
     source = make_checkpoint(tmp_path / "source", model)
-    code, _, err = run(capsys, "export", source, tmp_path / "out", "--dtype", "float16")
+    code, _, err = run("export", source, tmp_path / "out", "--dtype", "float16")
     assert code == 0
     assert "1 tensor became partly infinite in float16, like 'lm_head.weight'" in err
-    assert run(capsys, "export", source, tmp_path / "out2", "--dtype", "bfloat16")[2] == ""
+    assert run("export", source, tmp_path / "out2", "--dtype", "bfloat16")[2] == ""
 
 
-def test_quantised_weights_are_not_cast(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantised_weights_are_not_cast(checkpoint: Path, tmp_path: Path, run: Run) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     describe(checkpoint, 4)
-    code, _, err = run(capsys, "export", checkpoint, tmp_path / "out", "--dtype", "bfloat16")
+    code, _, err = run("export", checkpoint, tmp_path / "out", "--dtype", "bfloat16")
     assert (code, "quantised weights, like 'lm_head.weight'" in err) == (1, True)
-    assert run(capsys, "export", checkpoint, tmp_path / "out")[0] == 0
+    assert run("export", checkpoint, tmp_path / "out")[0] == 0
 
 
 # ---- what export refuses --------------------------------------------------------------------------------------------
@@ -290,40 +291,40 @@ def assert_refused(result: tuple[int, str, str], tmp_path: Path, *words: str) ->
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_out_that_exists_is_left_alone(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_that_exists_is_left_alone(checkpoints: Path, tmp_path: Path, run: Run) -> None:
     full, file = tmp_path / "full", tmp_path / "file"
     full.mkdir()
     (full / "mine").write_text("mine")
     file.write_text("mine")
     source = checkpoints / "llama"
-    assert_refused(run(capsys, "export", source, full), tmp_path, "full exists and is not empty")
-    assert_refused(run(capsys, "export", source, file), tmp_path, "file exists and is not a folder")
-    assert_refused(run(capsys, "export", source, source / "out"), tmp_path, "lies in")
-    assert_refused(run(capsys, "export", source, source), tmp_path, "not empty")
+    assert_refused(run("export", source, full), tmp_path, "full exists and is not empty")
+    assert_refused(run("export", source, file), tmp_path, "file exists and is not a folder")
+    assert_refused(run("export", source, source / "out"), tmp_path, "lies in")
+    assert_refused(run("export", source, source), tmp_path, "not empty")
     assert [path.name for path in full.iterdir()] == ["mine"]
     assert file.read_text() == "mine"
     assert offline.check(source).problems == ()
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert run(capsys, "export", source, empty)[0] == 0
+    assert run("export", source, empty)[0] == 0
     assert (empty / "model.safetensors").exists()
 
 
 def test_an_error_of_several_lines_is_printed_as_one(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(what: str, path: Path) -> None:
         raise CheckpointError("first\n  second")
 
     monkeypatch.setattr(disk, "on_change", fail)
-    assert_refused(run(capsys, "export", checkpoints / "llama", tmp_path / "out"), tmp_path, "first second")
+    assert_refused(run("export", checkpoints / "llama", tmp_path / "out"), tmp_path, "first second")
 
 
-def test_source_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(run(capsys, "export", tmp_path / "none", tmp_path / "out"), tmp_path, "none is not a folder")
+def test_source_that_is_not_there_is_named(tmp_path: Path, run: Run) -> None:
+    assert_refused(run("export", tmp_path / "none", tmp_path / "out"), tmp_path, "none is not a folder")
     (tmp_path / "bare").mkdir()
-    assert_refused(run(capsys, "export", tmp_path / "bare", tmp_path / "out"), tmp_path, "has no model.safetensors")
-    assert_refused(run(capsys, "inspect", tmp_path / "bare"), tmp_path, "has neither safetensors files nor")
+    assert_refused(run("export", tmp_path / "bare", tmp_path / "out"), tmp_path, "has no model.safetensors")
+    assert_refused(run("inspect", tmp_path / "bare"), tmp_path, "has neither safetensors files nor")
 
 
 def no_bytes(path: Path) -> None:
@@ -341,27 +342,25 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_found_by_every_command(
-    name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(capsys, "verify", checkpoint)[0] == 0
+def test_damage_is_found_by_every_command(name: str, checkpoint: Path, tmp_path: Path, run: Run) -> None:
+    assert run("verify", checkpoint)[0] == 0
     harm, words = DAMAGES[name]
     harm(checkpoint)
-    code, out, err = run(capsys, "verify", checkpoint)
+    code, out, err = run("verify", checkpoint)
     assert (code, err) == (1, "")
     assert len(out.splitlines()) == 1
     assert words in out
-    assert_refused(run(capsys, "export", checkpoint, tmp_path / "out"), tmp_path, words)
-    code, out, _ = run(capsys, "inspect", checkpoint)
+    assert_refused(run("export", checkpoint, tmp_path / "out"), tmp_path, words)
+    code, out, _ = run("inspect", checkpoint)
     assert (code, "DAMAGED" in out, words in out) == (1, True, True)
     if name in ("missing", "truncated", "foreign", "manifest"):  # found without reading the files
-        assert run(capsys, "inspect", checkpoint, "--no-verify")[0] == 1
+        assert run("inspect", checkpoint, "--no-verify")[0] == 1
 
 
-def test_verify_has_a_line_for_each_problem(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_has_a_line_for_each_problem(checkpoint: Path, run: Run) -> None:
     for name in ("bit", "missing", "foreign"):
         DAMAGES[name][0](checkpoint)
-    _, out, _ = run(capsys, "verify", checkpoint)
+    _, out, _ = run("verify", checkpoint)
     lines = out.splitlines()
     assert len(lines) == 3
     assert all(line.startswith(f"{checkpoint}/") for line in lines)
@@ -373,16 +372,14 @@ def split_source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_plain_folder_of_several_files_is_exported_into_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "export", split_source(tmp_path), tmp_path / "out")[0] == 0
+def test_plain_folder_of_several_files_is_exported_into_one(tmp_path: Path, run: Run) -> None:
+    assert run("export", split_source(tmp_path), tmp_path / "out")[0] == 0
     make_model(CASES["llama"]).save_pretrained(tmp_path / "plain")
     assert_same_folder(tmp_path / "out", tmp_path / "plain")
 
 
 @pytest.mark.parametrize("target", ["../secret.safetensors", "/secret.safetensors", "sub/x.safetensors", ".."])
-def test_index_whose_names_leave_the_folder_is_refused(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_index_whose_names_leave_the_folder_is_refused(target: str, tmp_path: Path, run: Run) -> None:
     source = split_source(tmp_path)
     shutil.copy(source / "model-00001-of-00003.safetensors", tmp_path / "secret.safetensors")
     index = json.loads((source / INDEX).read_text())
@@ -390,25 +387,23 @@ def test_index_whose_names_leave_the_folder_is_refused(
         name: file.replace("model-00001-of-00003.safetensors", target) for name, file in index["weight_map"].items()
     }
     (source / INDEX).write_text(json.dumps(index))
-    assert_refused(run(capsys, "export", source, tmp_path / "out"), tmp_path, "leaves the folder", target)
-    code, out, _ = run(capsys, "inspect", source)
+    assert_refused(run("export", source, tmp_path / "out"), tmp_path, "leaves the folder", target)
+    code, out, _ = run("inspect", source)
     assert (code, "leaves the folder" in out) == (1, True)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "additional_chat_templates"])
-def test_links_out_of_the_folder_are_refused(
-    name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_out_of_the_folder_are_refused(name: str, checkpoint: Path, tmp_path: Path, run: Run) -> None:
     (checkpoint / MANIFEST).unlink()
     if name == "additional_chat_templates":
         (tmp_path / "elsewhere").mkdir()
     else:
         (checkpoint / name).rename(tmp_path / "elsewhere")
     (checkpoint / name).symlink_to(tmp_path / "elsewhere")
-    assert_refused(run(capsys, "export", checkpoint, tmp_path / "out"), tmp_path, name, "symbolic link")
+    assert_refused(run("export", checkpoint, tmp_path / "out"), tmp_path, name, "symbolic link")
 
 
-def test_index_and_files_that_disagree_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_index_and_files_that_disagree_are_refused(tmp_path: Path, run: Run) -> None:
     source = split_source(tmp_path)
     first, second = (source / f"model-0000{number}-of-00003.safetensors" for number in (1, 2))
     name = next(iter(load_file(first)))
@@ -416,24 +411,24 @@ def test_index_and_files_that_disagree_are_refused(tmp_path: Path, capsys: pytes
     index = json.loads(text)
     index["weight_map"][name] = second.name
     (source / INDEX).write_text(json.dumps(index))
-    assert_refused(run(capsys, "export", source, tmp_path / "out"), tmp_path, repr(name), "should be in")
+    assert_refused(run("export", source, tmp_path / "out"), tmp_path, repr(name), "should be in")
     (source / INDEX).write_text(text)
     save_file({**load_file(second), name: torch.zeros(2)}, second, {"format": "pt"})
-    assert_refused(run(capsys, "export", source, tmp_path / "out"), tmp_path, repr(name), f"and in {second.name}")
+    assert_refused(run("export", source, tmp_path / "out"), tmp_path, repr(name), f"and in {second.name}")
     second.unlink()
-    assert_refused(run(capsys, "export", source, tmp_path / "out"), tmp_path, f"{second.name} is missing")
+    assert_refused(run("export", source, tmp_path / "out"), tmp_path, f"{second.name} is missing")
 
 
 # ---- failures while exporting ---------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_fails_at_any_change_leaves_no_export(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("export", checkpoints / "llama", tmp_path / "out", "--max-shard-size", "9KB")
     kinds: list[str] = []
     monkeypatch.setattr(disk, "on_change", lambda what, path: kinds.append(what))
-    assert run(capsys, *words)[0] == 0
+    assert run(*words)[0] == 0
     assert {"make_folder", "write_file", "write_at", "sync_rows", "sync_file", "sync_folder", "rename"} == set(kinds)
     shutil.rmtree(tmp_path / "out")
     for number in range(kinds.index("rename") + 1):
@@ -446,31 +441,29 @@ def test_a_disk_that_fails_at_any_change_leaves_no_export(
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
         monkeypatch.setattr(disk, "on_change", fail)
-        assert_refused(run(capsys, *words), tmp_path, "No space left on device")
+        assert_refused(run(*words), tmp_path, "No space left on device")
     monkeypatch.setattr(disk, "on_change", None)
-    assert run(capsys, *words)[0] == 0
+    assert run(*words)[0] == 0
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("at", [-5, 20])
 def test_what_was_written_is_read_again_before_it_gets_its_name(
-    file: str, at: int, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+    file: str, at: int, checkpoints: Path, tmp_path: Path, run: Run, monkeypatch
 ) -> None:
     def harm(what: str, path: Path) -> None:
         if what == "sync_folder" and (path / file).exists():
             flip(path / file, min(at, (path / file).stat().st_size - 1))
 
     monkeypatch.setattr(disk, "on_change", harm)
-    result = run(capsys, "export", checkpoints / "llama", tmp_path / "out", "--dtype", "bfloat16")
+    result = run("export", checkpoints / "llama", tmp_path / "out", "--dtype", "bfloat16")
     assert_refused(result, tmp_path, file, "")
 
 
-def test_what_an_earlier_export_left_is_replaced(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_earlier_export_left_is_replaced(checkpoints: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / ".out.staged").mkdir()
     (tmp_path / ".out.staged" / "half").write_text("")
-    assert run(capsys, "export", checkpoints / "llama", tmp_path / "out")[0] == 0
+    assert run("export", checkpoints / "llama", tmp_path / "out")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert not (tmp_path / "out" / "half").exists()
 
@@ -481,9 +474,9 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_drawn_on_a_terminal_only(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(capsys, "export", checkpoints / "llama", tmp_path / "out")[2] == ""
+    assert run("export", checkpoints / "llama", tmp_path / "out")[2] == ""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     assert cli.main(["export", str(checkpoints / "llama"), str(tmp_path / "drawn"), "--dtype", "bfloat16"]) == 0
@@ -497,14 +490,12 @@ def test_progress_is_drawn_on_a_terminal_only(
 
 
 @pytest.mark.parametrize("name", ["checkpoint-", "checkpoint_"])
-def test_verify_lists_the_checkpoints_of_a_run(
-    name: str, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_lists_the_checkpoints_of_a_run(name: str, checkpoints: Path, tmp_path: Path, run: Run) -> None:
     for step in (2, 10, 9):
         shutil.copytree(checkpoints / "llama", tmp_path / f"{name}{step}")
         describe(tmp_path / f"{name}{step}", step)
     (tmp_path / "runs").mkdir()
-    code, out, _ = run(capsys, "verify", tmp_path)
+    code, out, _ = run("verify", tmp_path)
     assert code == 0
     assert [line.partition(":")[0] for line in out.splitlines()] == [
         f"{tmp_path}/{name}2 is whole",
@@ -513,27 +504,27 @@ def test_verify_lists_the_checkpoints_of_a_run(
         "newest valid checkpoint",
     ]
     flip(tmp_path / f"{name}10" / "optimizer.safetensors", -1)
-    code, out, _ = run(capsys, "verify", tmp_path)
+    code, out, _ = run("verify", tmp_path)
     assert code == 1
     assert f"{name}10/optimizer.safetensors was altered" in out
     assert out.splitlines()[-1] == f"newest valid checkpoint: {tmp_path}/{name}9"
     for step in (2, 9):
         (tmp_path / f"{name}{step}" / MANIFEST).unlink()
-    code, out, _ = run(capsys, "verify", tmp_path)
+    code, out, _ = run("verify", tmp_path)
     assert (code, out.splitlines()[-1]) == (1, f"{tmp_path} has no valid checkpoint")
-    code, _, err = run(capsys, "inspect", tmp_path)
+    code, _, err = run("inspect", tmp_path)
     assert (code, "is a run, not a checkpoint" in err) == (1, True)
 
 
-def test_verify_of_no_checkpoint_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "verify", tmp_path / "none")
+def test_verify_of_no_checkpoint_says_so(tmp_path: Path, run: Run) -> None:
+    code, out, err = run("verify", tmp_path / "none")
     assert (code, err) == (1, "")
     assert "there is no such folder" in out
 
 
-def test_inspect_shows_a_checkpoint(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_checkpoint(checkpoints: Path, run: Run) -> None:
     folder = checkpoints / "gpt2"
-    code, out, err = run(capsys, "inspect", folder)
+    code, out, err = run("inspect", folder)
     assert (code, err) == (0, "")
     facts = dict(line.strip().split("  ", 1) for line in out.splitlines()[1:7])
     assert {name: value.strip() for name, value in facts.items()} == {
@@ -555,15 +546,15 @@ def test_inspect_shows_a_checkpoint(checkpoints: Path, capsys: pytest.CaptureFix
     assert "wte" not in out
 
 
-def test_inspect_without_verification_says_so(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_without_verification_says_so(checkpoint: Path, run: Run) -> None:
     flip(checkpoint / "model.safetensors", -1)
-    code, out, _ = run(capsys, "inspect", checkpoint, "--no-verify")
+    code, out, _ = run("inspect", checkpoint, "--no-verify")
     assert (code, "not verified (--no-verify)" in out, "whole" in out) == (0, True, False)
 
 
-def test_inspect_lists_tensors_of_a_plain_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_tensors_of_a_plain_folder(tmp_path: Path, run: Run) -> None:
     save_file({"a.weight": torch.zeros(3, 5), "b": torch.tensor(2)}, tmp_path / "some.safetensors")
-    code, out, _ = run(capsys, "inspect", tmp_path, "--tensors")
+    code, out, _ = run("inspect", tmp_path, "--tensors")
     assert code == 0
     assert "there is no manifest, so nothing was verified" in out
     assert "step" not in out
@@ -571,14 +562,14 @@ def test_inspect_lists_tensors_of_a_plain_folder(tmp_path: Path, capsys: pytest.
     assert ["some.safetensors", "a.weight", "float32", "3", "x", "5", "60"] in rows
     assert ["some.safetensors", "b", "int64", "scalar", "8"] in rows
     no_bytes(tmp_path / "some.safetensors")
-    code, out, _ = run(capsys, "inspect", tmp_path)
+    code, out, _ = run("inspect", tmp_path)
     assert (code, "some.safetensors is damaged" in out) == (1, True)
 
 
-def test_inspect_counts_the_files_of_one_model_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_counts_the_files_of_one_model_together(tmp_path: Path, run: Run) -> None:
     source = split_source(tmp_path)
     (source / "broken.safetensors").write_text("no")
-    code, out, _ = run(capsys, "inspect", source)
+    code, out, _ = run("inspect", source)
     assert (code, "broken.safetensors is damaged" in out) == (1, True)
     assert ["model", "float32", "21", "5,488", "21,952"] in [line.split() for line in out.splitlines()]
 
@@ -588,9 +579,7 @@ def test_inspect_counts_the_files_of_one_model_together(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "dcp"])
 @pytest.mark.parametrize("allowed", [False, True])
-def test_import_passes_its_words_on(
-    kind: str, allowed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_passes_its_words_on(kind: str, allowed: bool, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def reader(name: str):
@@ -603,6 +592,6 @@ def test_import_passes_its_words_on(
     stub = ModuleType("hf_zero.checkpoint.importing.convert")
     stub.import_deepspeed, stub.import_dcp = reader("deepspeed"), reader("dcp")
     monkeypatch.setitem(sys.modules, "hf_zero.checkpoint.importing.convert", stub)
-    code, out, _ = run(capsys, "import", kind, "from", "to", *(["--allow-pickle"] if allowed else []))
+    code, out, _ = run("import", kind, "from", "to", *(["--allow-pickle"] if allowed else []))
     assert calls == [(kind, Path("from"), Path("to"), allowed)]
     assert (code, out) == (0, "imported into to/checkpoint-7\n")

@@ -29,9 +29,7 @@ from hf_zero.layout import RowLayout
 from tests.ranks import RankFailure, on_ranks, run_alone, run_ranks
 
 _SHAPES = [(7, 3), (1, 4), (6,), (0, 5), (2, 2, 2), (401, 40)]  # rows that do not divide, fewer than ranks, none; large
-_BOTH = pytest.mark.parametrize("choice", ["pairwise", "native", "host"])
-_ANY_RANKS = pytest.mark.parametrize("num_ranks", [2, 3])
-_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+_CHOICES, _DTYPES = ("pairwise", "native", "host"), (torch.float32, torch.bfloat16)
 
 
 def _make(choice: str, timeout_s: float = 20.0) -> Collectives:
@@ -73,11 +71,9 @@ def _gather(choice: str, dtype: torch.dtype) -> None:
     assert (entry.calls, entry.bytes) == (1, received[choice])
 
 
-@_BOTH
-@_ANY_RANKS
-@_DTYPES
-def test_gather_completes_every_ranks_rows(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
-    run_ranks(_gather, num_ranks, choice, dtype)
+@on_ranks(2, 3, choice=_CHOICES, dtype=_DTYPES)
+def test_gather_completes_every_ranks_rows(choice: str, dtype: torch.dtype) -> None:
+    _gather(choice, dtype)
 
 
 def _edit_during_gather(ranks: list[int]) -> bool:
@@ -122,25 +118,22 @@ def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str, sum_dt
     assert set(collectives.ledger.kinds()) == {"agree", kind} and collectives.ledger.total(kind).calls == 1
 
 
-@_BOTH
-@_ANY_RANKS
-@_DTYPES
-def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, num_ranks: int, dtype: torch.dtype) -> None:
-    run_ranks(_reduce_rows, num_ranks, choice, dtype, "reduce_scatter", "reduce_scatter")
+@on_ranks(2, 3, choice=_CHOICES, dtype=_DTYPES)
+def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, dtype: torch.dtype) -> None:
+    _reduce_rows(choice, dtype, "reduce_scatter", "reduce_scatter")
 
 
-@pytest.mark.parametrize(("method", "kind"), [("reduce_whole", "all_reduce"), ("reduce_to_owners", "reduce")])
-@_ANY_RANKS
-@_DTYPES
-def test_other_reductions_sum_own_rows(method: str, kind: str, num_ranks: int, dtype: torch.dtype) -> None:
-    run_ranks(_reduce_rows, num_ranks, "pairwise", dtype, method, kind)
+_KINDS = {"reduce_scatter": "reduce_scatter", "reduce_whole": "all_reduce", "reduce_to_owners": "reduce"}
 
 
-@pytest.mark.parametrize("method", ["reduce_scatter", "reduce_whole", "reduce_to_owners"])
-@_BOTH
+@on_ranks(2, 3, method=["reduce_whole", "reduce_to_owners"], dtype=_DTYPES)
+def test_other_reductions_sum_own_rows(method: str, dtype: torch.dtype) -> None:
+    _reduce_rows("pairwise", dtype, method, _KINDS[method])
+
+
+@on_ranks(3, choice=_CHOICES, method=list(_KINDS))
 def test_reductions_sum_bfloat16_in_float32(choice: str, method: str) -> None:
-    kind = {"reduce_whole": "all_reduce", "reduce_to_owners": "reduce"}.get(method, method)
-    run_ranks(_reduce_rows, 3, choice, torch.bfloat16, method, kind, torch.float32)
+    _reduce_rows(choice, torch.bfloat16, method, _KINDS[method], torch.float32)
 
 
 def _peak_of(call: Callable[[], None]) -> int:
@@ -163,8 +156,8 @@ def _reduce_embedding(dtype: torch.dtype, staging_bytes: int) -> tuple[Tensor, i
     return torch.cat(outputs), peak
 
 
-@_ANY_RANKS
-@_DTYPES
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("dtype", _DTYPES)
 def test_staging_of_a_large_gradient_is_bounded_whatever_its_size(num_ranks: int, dtype: torch.dtype) -> None:
     budget = 2**17
     bounded = run_ranks(_reduce_embedding, num_ranks, dtype, budget)
@@ -231,11 +224,10 @@ def _bytes_of_whole_rows(choice: str) -> tuple[int, ...]:
     return tuple(collectives.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter", "all_reduce", "reduce"))
 
 
-@_BOTH
-@_ANY_RANKS
-def test_ledger_counts_what_a_rank_receives(choice: str, num_ranks: int) -> None:
-    one = 24 * 4 * (num_ranks - 1) // num_ranks
-    assert run_ranks(_bytes_of_whole_rows, num_ranks, choice) == [(one, one, 2 * one, one)] * num_ranks
+@on_ranks(2, 3, choice=_CHOICES)
+def test_ledger_counts_what_a_rank_receives(choice: str) -> None:
+    one = 24 * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
+    assert _bytes_of_whole_rows(choice) == (one, one, 2 * one, one)
 
 
 def _all_reduce(choice: str) -> list[Tensor]:
@@ -245,7 +237,7 @@ def _all_reduce(choice: str) -> list[Tensor]:
     return tensors
 
 
-@_BOTH
+@pytest.mark.parametrize("choice", _CHOICES)
 def test_all_reduce_gives_the_same_bits_on_every_rank(choice: str) -> None:
     results = run_ranks(_all_reduce, 3, choice)
     terms = [torch.randn(5, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
@@ -297,8 +289,7 @@ def test_broadcast_copies_from_its_source_whatever_the_strides() -> None:
         assert received == (0 if rank == 1 else 12 * 4 + 8)
 
 
-@_BOTH
-@on_ranks(2)
+@on_ranks(2, choice=_CHOICES)
 def test_gathers_and_reductions_keep_an_order_each(choice: str) -> None:
     """A rank without gradients for a unit reduces it later, after other gathers: no kind may wait for the other."""
     collectives = _make(choice)

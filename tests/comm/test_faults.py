@@ -30,8 +30,9 @@ from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
+from tests.engine.twins import SHARDED
 from tests.models import Stack, stack_batch
-from tests.ranks import RankFailure, _workers, run_ranks
+from tests.ranks import RankFailure, _workers, on_ranks, run_ranks
 
 _CHOICES = ("native", "pairwise", "host")
 _ANY_CHOICE = pytest.mark.parametrize("choice", _CHOICES)
@@ -165,21 +166,20 @@ def _race(choice: str, stage: int, compute_dtype: str | None, num_steps: int) ->
     assert len(set(losses)) > len(losses) // 4  # it trains; in bfloat16 some losses repeat
 
 
-@_ANY_CHOICE
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, choice=_CHOICES, stage=SHARDED)
 def test_training_with_ranks_out_of_step_has_the_same_bits(choice: str, stage: int) -> None:
-    run_ranks(_race, 2, choice, stage, None, _NUM_STEPS[choice])
+    _race(choice, stage, None, _NUM_STEPS[choice])
 
 
 @pytest.mark.slow
-@_ANY_CHOICE
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, choice=_CHOICES, stage=SHARDED, timeout_s=300)
 def test_training_with_ranks_out_of_step_has_the_same_bits_after_200_steps(choice: str, stage: int) -> None:
-    run_ranks(_race, 2, choice, stage, None, 200, timeout_s=300)
+    _race(choice, stage, None, 200)
 
 
+@on_ranks(2)
 def test_training_with_ranks_out_of_step_has_the_same_bits_when_rows_are_cast() -> None:
-    run_ranks(_race, 2, "host", 3, "bfloat16", _NUM_STEPS["host"])
+    _race("host", 3, "bfloat16", _NUM_STEPS["host"])
 
 
 # --- ranks that stall or die ----------------------------------------------------------------------------------------
@@ -242,19 +242,14 @@ def test_rank_that_stalls_is_named_with_the_operation_and_the_timeout(choice: st
     assert all("timeout_s" in message for message in messages.values())
 
 
-def _stall_before_step() -> str:
+@on_ranks(2)
+def test_rank_that_does_not_come_to_the_optimizers_step_is_named() -> None:
     training = Training("host", stage=2, timeout_s=2.0)
     training.backward()
     dist.barrier()
-    if dist.get_rank() == 1:
-        return ""
-    with pytest.raises(CollectiveError) as caught:
-        training.optimizer.step()
-    return str(caught.value)
-
-
-def test_rank_that_does_not_come_to_the_optimizers_step_is_named() -> None:
-    assert "waited 2 s for rank 1 in the optimizer's step" in run_ranks(_stall_before_step, 2)[0]
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveError, match="waited 2 s for rank 1 in the optimizer's step"):
+            training.optimizer.step()
 
 
 def _die(choice: str) -> dict[str, str]:
@@ -278,19 +273,16 @@ def test_rank_that_dies_is_named_with_the_operation_long_before_the_timeout(choi
 # --- ranks of a host that are at different exchanges, or cannot share memory ----------------------------------------
 
 
-def _mismatch(kind: str) -> str:
+@on_ranks(2, kind=["gather", "reduce_scatter", "the optimizer's step"])
+def test_ranks_at_different_exchanges_of_a_host_name_both(kind: str) -> None:
     collectives = _make("host")
+    rank = collectives.rank
     _exchange(collectives, kind, "of both")
     with pytest.raises(CollectiveError) as caught:
-        _exchange(collectives, kind, "ab"[collectives.rank])
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["gather", "reduce_scatter", "the optimizer's step"])
-def test_ranks_at_different_exchanges_of_a_host_name_both(kind: str) -> None:
+        _exchange(collectives, kind, "ab"[rank])
     units = ("a", "b") if kind == "the optimizer's step" else (f"{kind} of 'a'", f"{kind} of 'b'")
-    for rank, message in enumerate(run_ranks(_mismatch, 2, kind)):
-        assert f"rank {rank} is at {units[rank]} " in message and f"rank {1 - rank} is at {units[1 - rank]} " in message
+    for each in (rank, 1 - rank):
+        assert f"rank {each} is at {units[each]} " in str(caught.value)
 
 
 class _Records(logging.Handler):
@@ -333,19 +325,19 @@ def _unreadable(function: str, choice: str) -> tuple[str, list[str], int]:
     return made.name, records.messages, len(_shared_mappings()) + len(_shared_descriptors())
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        ("read", "process_vm_readv"),
-        ("attach", "cannot open the others'"),
-        ("create", "cannot open the others'"),
-        ("pidfd_open", "pidfd_open"),
-    ],
-)
-def test_ranks_that_cannot_share_memory_fall_back_together_and_say_why(function: str, reason: str) -> None:
-    for name, messages, num_left in run_ranks(_unreadable, 2, function, "host"):
-        assert name == "pairwise" and len(messages) == 1 and num_left == 0
-        assert "host cannot be had" in messages[0] and reason in messages[0]
+_REASONS = {
+    "read": "process_vm_readv",
+    "attach": "cannot open the others'",
+    "create": "cannot open the others'",
+    "pidfd_open": "pidfd_open",
+}
+
+
+@on_ranks(2, function=list(_REASONS))
+def test_ranks_that_cannot_share_memory_fall_back_together_and_say_why(function: str) -> None:
+    name, messages, num_left = _unreadable(function, "host")
+    assert name == "pairwise" and len(messages) == 1 and num_left == 0
+    assert "host cannot be had" in messages[0] and _REASONS[function] in messages[0]
 
 
 def test_auto_chooses_among_the_others_in_silence_where_memory_cannot_be_shared() -> None:
@@ -353,10 +345,9 @@ def test_auto_chooses_among_the_others_in_silence_where_memory_cannot_be_shared(
     assert left == right and left in ("pairwise", "native") and messages == others == []
 
 
-def _no_memory(function: str, rank: int) -> tuple[str, int, int]:
-    """The error of `allocate` where a rank cannot use a function; mappings and descriptors before and after."""
-    collectives = _make("host")
-    before = len(_shared_mappings()) + len(_shared_descriptors())
+@on_ranks(2, where=[("posix_fallocate", 0), ("attach", 1)])
+def test_unit_without_shared_memory_is_an_error_on_all_ranks(where: tuple[str, int]) -> None:
+    (function, rank), collectives, before = where, _make("host"), _left()
     error = OSError(errno.ENOSPC, "No space left on device")
     owner: Any = os if function == "posix_fallocate" else host_memory
     error = error if owner is os else host_memory.PeerMemoryError("refused")
@@ -366,19 +357,12 @@ def _no_memory(function: str, rank: int) -> tuple[str, int, int]:
         caught = stack.enter_context(pytest.raises(CollectiveError))
         collectives.allocate(2**20, "unit 'a'")
     message = str(caught.value)
+    assert f"rank {rank} has no shared memory for unit 'a' ({2**20} bytes)" in message
+    assert "collectives: pairwise" in message
+    assert collectives.rank != rank or "No space left" in message or "refused" in message
     del caught, stack
     collectives.allocate(2**12, "unit 'b'")  # the ranks are still in step
-    gc.collect()
-    return message, before, len(_shared_mappings()) + len(_shared_descriptors())
-
-
-@pytest.mark.parametrize(("function", "rank"), [("posix_fallocate", 0), ("attach", 1)])
-def test_unit_without_shared_memory_is_an_error_on_all_ranks(function: str, rank: int) -> None:
-    for other, (message, before, after) in enumerate(run_ranks(_no_memory, 2, function, rank)):
-        assert f"rank {rank} has no shared memory for unit 'a' ({2**20} bytes)" in message
-        assert "collectives: pairwise" in message and before == after
-        if other == rank:
-            assert "No space left" in message or "refused" in message
+    assert _left() == before
 
 
 # --- what is left behind --------------------------------------------------------------------------------------------
@@ -440,25 +424,22 @@ def test_killed_ranks_leave_nothing_behind(victims: list[int]) -> None:
         assert not _shared_mappings(str(worker.process.pid)) and not _shared_descriptors(str(worker.process.pid))
 
 
-def _drop(stage: int) -> list[int]:
-    counts = [_left()]
+@on_ranks(2, stage=[1, 3])
+def test_dropped_model_takes_its_shared_memory_along(stage: int) -> None:
+    counts = []
+    assert _left() == 0
     for _ in range(2):
         training = Training("host", stage)
         training.step()
         counts.append(len(_shared_mappings()) + len(_shared_descriptors()))
         del training
-        counts.append(_left())
-    return counts
+        assert _left() == 0
+    assert counts[0] == counts[1] > 2
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_dropped_model_takes_its_shared_memory_along(stage: int) -> None:
-    for before, used, after, used_again, after_again in run_ranks(_drop, 2, stage):
-        assert before == after == after_again == 0 and used == used_again > 2
-
-
-def _load_while_a_peer_computes(stage: int) -> bool:
-    """Whether rank 1's forward, slow in its last layer, still saw the old weights while rank 0 went on to load new ones."""
+@on_ranks(2, stage=[1, 3])
+def test_loading_new_weights_does_not_disturb_a_peer_that_still_computes(stage: int) -> None:
+    """Rank 1's forward, slow in its last layer, sees the old weights while rank 0 goes on to load new ones."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
     zero.shard_model(model, {"stage": stage, "collectives": "host", "units": {"min_numel": 1}, "timeout_s": _LONG_S})
@@ -469,9 +450,4 @@ def _load_while_a_peer_computes(stage: int) -> bool:
             model[1].register_forward_pre_hook(lambda *_: time.sleep(0.5))
         found = model(torch.ones(1, 4))
         model.load_state_dict(states)
-        return torch.equal(found, expected) and not model(torch.ones(1, 4)).any()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_loading_new_weights_does_not_disturb_a_peer_that_still_computes(stage: int) -> None:
-    assert run_ranks(_load_while_a_peer_computes, 2, stage) == [True, True]
+        assert torch.equal(found, expected) and not model(torch.ones(1, 4)).any()

@@ -1,18 +1,16 @@
 """Adapters on a partitioned model: what PEFT makes, merges and writes is what it is on the plain one."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+import torch.distributed as dist
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
-from tests.integrations.test_peft_methods import logits, trained
+from tests.integrations.test_peft_methods import logits, trained, values
 from tests.models import CASES, make_model
 from tests.ranks import on_ranks, run_alone, run_ranks
 
@@ -48,34 +46,29 @@ def _with_saved_modules() -> nn.Module:
 _MODELS = [_with_lora, _with_resized_embeddings, _with_a_second_frozen_adapter, _on_embeddings, _with_saved_modules]
 
 
-def _save(folder: str, stage: int | None) -> None:
+def _save(folder: Path, stage: int | None) -> None:
     for make in _MODELS:
         torch.manual_seed(0)
         model = make()
         if stage is not None:
             zero.shard_model(model, {"stage": stage})
-        model.save_pretrained(f"{folder}/{make.__name__}/{stage}", save_embedding_layers="auto")
+        model.save_pretrained(folder / make.__name__, save_embedding_layers="auto")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, stage=[1, 3])
 def test_saved_adapters_are_byte_for_byte_those_of_the_plain_model(stage: int, tmp_path: Path) -> None:
-    run_ranks(_save, 1, str(tmp_path), None)
-    run_ranks(_save, 2, str(tmp_path), stage)
+    plain, ours = tmp_path / f"plain{stage}", tmp_path / f"ours{stage}"
+    if dist.get_rank() == 0:
+        _save(plain, None)
+    _save(ours, stage)
+    dist.barrier()
     for make in _MODELS:
-        plain, ours = tmp_path / make.__name__ / "None", tmp_path / make.__name__ / str(stage)
-        files = sorted(path.relative_to(plain) for path in plain.rglob("*.safetensors"))
-        assert files == sorted(path.relative_to(ours) for path in ours.rglob("*.safetensors")) and files
+        files = sorted(path.relative_to(plain) for path in (plain / make.__name__).rglob("*.safetensors"))
+        assert files == sorted(path.relative_to(ours) for path in (ours / make.__name__).rglob("*.safetensors"))
+        assert files, make.__name__
         for file in files:
-            assert (plain / file).read_bytes() == (ours / file).read_bytes(), (make.__name__, file)
+            assert (plain / file).read_bytes() == (ours / file).read_bytes(), file
             assert load_file(ours / file).keys()
-
-
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    with torch.no_grad():
-        return {
-            name: param.full_tensor() if isinstance(param, DTensor) else param.clone()
-            for name, param in model.named_parameters()
-        }
 
 
 def _merged(model: nn.Module) -> dict[str, Tensor]:
@@ -84,7 +77,7 @@ def _merged(model: nn.Module) -> dict[str, Tensor]:
             param.data.mul_(1.5)
     assert isinstance(model, PeftModel)
     model.merge_adapter()
-    return _values(model)
+    return values(model)
 
 
 def _ia3() -> nn.Module:
@@ -94,8 +87,7 @@ def _ia3() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[1, 3])
 def test_merging_ia3_into_the_rows_is_merging_it_into_the_whole(stage: int) -> None:
     plain, ours = _ia3(), _ia3()
     ours.load_state_dict(plain.state_dict())
@@ -109,22 +101,19 @@ def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         torch.testing.assert_close(left[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _adapters_of_kind(kind: str) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: get_peft_model(
-        model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=kind)
-    )
+def _adapters_of_kind(kind: str, model: nn.Module) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=kind))
 
 
-@pytest.mark.parametrize("kind", ["olora", "pissa"])
-@on_ranks(2)
+@on_ranks(2, kind=["olora", "pissa"])
 def test_initialisations_that_need_whole_weights_work_inside_gathered_parameters(kind: str) -> None:
     torch.manual_seed(0)
     plain, ours = make_model(CASES["llama"]), make_model(CASES["llama"])
     ours.load_state_dict(plain.state_dict())
     zero.shard_model(ours, {"stage": 3})
     with zero.GatheredParameters(ours):
-        adapted = _adapters_of_kind(kind)(ours)
-    reference = _adapters_of_kind(kind)(plain)
+        adapted = _adapters_of_kind(kind, ours)
+    reference = _adapters_of_kind(kind, plain)
     zero.shard_model(adapted, {"stage": 3})
     ids = CASES["llama"].batch(0, 0)
     with torch.no_grad():
@@ -159,27 +148,23 @@ def test_pissa_is_saved_as_a_lora_of_the_model_as_it_was(tmp_path: Path) -> None
     torch.testing.assert_close(_logits_with(f"{tmp_path}/ours/converted"), expected, rtol=0, atol=1e-6)
 
 
-def _loaded_late(stage: int | None, folder: str) -> Tensor:
+def _loaded_late(stage: int | None, folder: Path) -> Tensor:
     base = make_model(CASES["llama"])
     if stage is not None:
         zero.shard_model(base, {"stage": stage})
     return logits(PeftModel.from_pretrained(base, folder, low_cpu_mem_usage=True), CASES["llama"])
 
 
-def _save_dora(folder: str) -> None:
+@on_ranks(2, stage=[1, 3])
+def test_adapters_without_values_take_those_of_a_file(stage: int, tmp_path: Path) -> None:
     model = get_peft_model(make_model(CASES["llama"]), _lora(use_dora=True))
     trained(model, CASES["llama"], [0, 1])
+    folder = tmp_path / f"{stage}-{dist.get_rank()}"
     model.save_pretrained(folder)
+    assert torch.equal(_loaded_late(stage, folder), _loaded_late(None, folder))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_adapters_without_values_take_those_of_a_file(stage: int, tmp_path: Path) -> None:
-    run_alone(_save_dora, str(tmp_path))
-    for found in run_ranks(_loaded_late, 2, stage, str(tmp_path)):
-        assert torch.equal(found, run_alone(_loaded_late, None, str(tmp_path)))
-
-
-def _native(stage: int | None, folder: str) -> Tensor:
+def _native(stage: int | None, folder: Path) -> Tensor:
     model = make_model(CASES["llama"])
     if stage is not None:
         zero.shard_model(model, {"stage": stage})
@@ -192,10 +177,10 @@ def _native(stage: int | None, folder: str) -> Tensor:
     return logits(model, CASES["llama"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, stage=[1, 3])
 def test_adapters_that_transformers_adds_itself(stage: int, tmp_path: Path) -> None:
-    plain, ours = tmp_path / "plain", tmp_path / "ours"
-    expected = run_alone(_native, None, str(plain))
-    assert torch.equal(run_ranks(_native, 2, stage, str(ours))[1], expected)
+    plain, ours = tmp_path / f"plain{stage}", tmp_path / f"ours{stage}"  # rank 0 writes both
+    assert torch.equal(_native(None, plain), _native(stage, ours))
+    dist.barrier()
     name = "adapter_model.safetensors"
     assert (plain / name).read_bytes() == (ours / name).read_bytes()

@@ -22,19 +22,6 @@ WAYS = ["whole", "running", "made", "inside"]
 PROMPTS = {name for name in METHODS if "prompt" in name or "prefix" in name or name == "p_tuning"}
 # Its weights at rest are a row of a sum over two uses of one embedding, which stage 3 reduces one after the other.
 TIED = {"trainable_tokens_tied"}
-EVERY = [
-    pytest.param(name, way, stage, marks=pytest.mark.slow)
-    for name in METHODS
-    for way, stage in [
-        ("whole", 1),
-        ("whole", 3),
-        ("running", 1),
-        ("running", 3),
-        ("made", 1),
-        ("made", 3),
-        ("inside", 3),
-    ]
-]
 CHOSEN = [
     ("lora", "made", 1),
     ("dora", "running", 3),
@@ -96,9 +83,7 @@ def close(name: str, left: Tensor, right: Tensor) -> bool:
     return torch.allclose(left, right, rtol=0, atol=1e-6) if name in TIED else torch.equal(left, right)
 
 
-@pytest.mark.parametrize(("name", "way", "stage"), [*CHOSEN, *EVERY])
-@on_ranks(2)
-def test_training_equals_that_of_the_whole_model(name: str, way: str, stage: int) -> None:
+def check_training(name: str, way: str, stage: int) -> None:
     ours, reference, case = partitioned(name, way, stage), plain(name), METHODS[name].model
     before = values(reference)
     losses = trained(ours, case, [dist.get_rank()])
@@ -110,8 +95,19 @@ def test_training_equals_that_of_the_whole_model(name: str, way: str, stage: int
     assert any(not torch.equal(value, before[weight]) for weight, value in found.items())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, method=CHOSEN)
+def test_training_equals_that_of_the_whole_model(method: tuple[str, str, int]) -> None:
+    check_training(*method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+@on_ranks(2, way=[("whole", 1), ("whole", 3), ("running", 1), ("running", 3), ("made", 1), ("made", 3), ("inside", 3)])
+def test_training_of_every_method_equals_that_of_the_whole_model(name: str, way: tuple[str, int]) -> None:
+    check_training(name, *way)
+
+
+@on_ranks(2, stage=[1, 3])
 def test_an_optimizer_of_an_adapter_that_is_not_partitioned_yet_is_refused(stage: int) -> None:
     with zero.Init({"stage": stage}):
         base = make_model(METHODS["prefix_tuning"].model)
@@ -120,8 +116,7 @@ def test_an_optimizer_of_an_adapter_that_is_not_partitioned_yet_is_refused(stage
         trained(model, METHODS["prefix_tuning"].model, [dist.get_rank()])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[1, 3])
 def test_generating_before_training_leaves_no_part_of_the_model_out(stage: int) -> None:
     case = METHODS["prefix_tuning"].model
     with zero.Init({"stage": stage}):

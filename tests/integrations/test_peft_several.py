@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import peft
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -67,8 +66,7 @@ def same(ours: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[1, 3])
 def test_adapters_are_trained_in_turn_combined_and_removed(stage: int) -> None:
     ours, reference = train_in_turn(stage), train_in_turn(None)
     same(ours, reference)
@@ -142,8 +140,7 @@ def adalora(stage: int | None) -> tuple[nn.Module, dict[str, object]]:
     return model, model.peft_config["default"].rank_pattern
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[1, 3])
 def test_adalora_allocates_ranks_by_whole_gradients(stage: int) -> None:
     (ours, pattern), (reference, expected) = adalora(stage), adalora(None)
     assert pattern == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_zero as zero
 from hf_zero.comm import wire
@@ -19,10 +20,11 @@ from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of
 from hf_zero.plan.summary import model_states
+from tests.engine.twins import whole
 from tests.integrations.test_peft_methods import logits, trained
-from tests.integrations.trainer.test_trainer import arguments, collate, dataset, undone
+from tests.integrations.trainer.runs import arguments, logged, trainer_of, undone
 from tests.models import CASES, make_model
-from tests.ranks import RankError, on_ranks, run_alone, run_ranks
+from tests.ranks import on_ranks, run_alone, run_ranks
 
 pytest.importorskip("bitsandbytes")
 LLAMA = CASES["llama"]
@@ -55,14 +57,12 @@ def adapted(folder: str, kind: str) -> nn.Module:
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
     found = {name: param.detach() for name, param in model.named_parameters() if "lora" in name}
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in found.items()}
+    return {name: whole(param).clone() for name, param in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind"), [*((s, k) for s in (0, 1, 2) for k in KINDS), (3, "4bit"), (3, "4bit_in_floats")]
-)
-@on_ranks(2)
-def test_training_equals_one_process(stage: int, kind: str, folder: str) -> None:
+@on_ranks(2, case=[*itertools.product((0, 1, 2), KINDS), (3, "4bit"), (3, "4bit_in_floats")])
+def test_training_equals_one_process(case: tuple[int, str], folder: str) -> None:
+    stage, kind = case
     ours, reference = adapted(folder, kind), adapted(folder, kind)
     quantised = {n: p for n, p in ours.named_parameters() if type(p).__name__ in ("Params4bit", "Int8Params")}
     before = adapters(ours)
@@ -127,7 +127,7 @@ def test_backward_that_begins_inside_a_block_finds_its_bytes(folder: str) -> Non
         caught[0].square().sum().backward()
         weight = block.self_attn.v_proj.lora_B["default"].weight
         assert weight.grad is not None
-        found.append(weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad)
+        found.append(whole(weight.grad))
     torch.testing.assert_close(*found)
 
 
@@ -150,14 +150,13 @@ def test_evaluation_generation_and_merging_in_stage_3_are_those_of_the_whole_mod
 @undone
 def train(folder: str, stage: int | None, out: str, resumes: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     size = 4 // dist.get_world_size()
-    args = arguments(
-        folder, stage, output_dir=out, save_strategy="steps", save_steps=2, per_device_train_batch_size=size
-    )
+    options = {"output_dir": out, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": size}
+    args = arguments(folder, stage, **options)
     model = adapted(folder, "4bit")
-    trainer = Trainer(model=model, args=args, train_dataset=dataset(), data_collator=collate)
+    trainer = trainer_of(model, args)
     trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2" if resumes else None)
     trainer.save_model(f"{out}/final")
-    return [e["loss"] for e in trainer.state.log_history if "loss" in e], adapters(model)
+    return logged(trainer), adapters(model)
 
 
 def load(folder: str, adapter: str) -> Tensor:
@@ -181,27 +180,16 @@ def test_trainer_trains_saves_and_goes_on_as_under_ddp(stage: int, folder: str, 
             torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("way", "text"), [("8 bit", r"4-bit ones only.*stage 2 \(or 1\)"), ("inside Init", "outside of zero.Init")]
-)
-def test_what_cannot_be_cut_is_an_error_that_says_what_can(way: str, text: str, folder: str) -> None:
-    with pytest.raises(RankError, match=text) as caught:
-        run_ranks(_in_vain, 2, way, folder)
-    assert {failure.type_name for failure in caught.value.failures} == {"PartitionError"}
-    assert len(caught.value.failures) == 2
-
-
-@undone
-def _in_vain(way: str, folder: str) -> None:
-    if way == "8 bit":
-        zero.shard_model(adapted(folder, "8bit"), {"stage": 3})
-    else:
-        with zero.Init({"stage": 1}):
-            adapted(folder, "4bit")
-
-
-@pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
+@undone
+def test_what_cannot_be_cut_is_an_error_that_says_what_can(folder: str) -> None:
+    with pytest.raises(zero.PartitionError, match=r"4-bit ones only.*stage 2 \(or 1\)"):
+        zero.shard_model(adapted(folder, "8bit"), {"stage": 3})
+    with pytest.raises(zero.PartitionError, match=r"outside of zero\.Init"), zero.Init({"stage": 1}):
+        adapted(folder, "4bit")
+
+
+@on_ranks(2, stage=[2, 3])
 def test_the_plan_counts_what_the_engine_holds(stage: int, folder: str) -> None:
     ours = adapted(folder, "4bit")
     config = {"stage": stage, "collectives": "pairwise", "prefetch_bytes": 0}

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hf_zero as zero
-from tests.integrations.trainer.test_trainer import undone
+from tests.integrations.trainer.runs import undone
 from tests.ranks import run_ranks
 
 _WORDS = ["<pad>", "<s>", "</s>", "user", "assistant", *[f"w{i}" for i in range(42)]]

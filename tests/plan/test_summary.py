@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero.plan.summary import Measured, Start, model_states, summary, summary_after
+from hf_zero.torch_compat import local_of
+from tests.engine.twins import SHARDED, STAGES
 from tests.models import Stack, stack_batch
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import alone, on_ranks
 
 WIDTH, BLOCKS, RANKS = 12, 3, 2
 # Every dimension is even, so two ranks have equal rows without padding.
@@ -41,7 +42,21 @@ def by_hand(stage: int, compute_bytes: int) -> dict[str, int]:
     }
 
 
-def measure(stage: int, compute: str, **config: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Found:
+    """What the summary of a training says, and the bytes of the tensors that live then."""
+
+    states: Any
+    rows: int
+    gathered: int
+    optimizer: int
+    gradients: int
+    text: str
+    measured: Measured
+    after: str
+
+
+def measure(stage: int, compute: str = "float32", **config: Any) -> Found:
     torch.manual_seed(0)
     model = Stack(WIDTH, BLOCKS)
     engine = zero.shard_model(model, {"stage": stage, "compute_dtype": compute, "collectives": "pairwise", **config})
@@ -52,73 +67,64 @@ def measure(stage: int, compute: str, **config: Any) -> dict[str, Any]:
         if step == 0:
             optimizer.step()
             optimizer.zero_grad()
-    states = model_states(engine)
-    params = engine.parameters
-    locals_ = [p.param.to_local() if isinstance(p.param, DTensor) else p.param.data for p in params]
-    optimizer_states = [
-        value.to_local() if isinstance(value, DTensor) else value
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if name != "step"
-    ]
-    gradients = [p.param.grad for p in params]
-    gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-    return {
-        "states": {name: getattr(states, name) for name in ("parameters", "gradients", "optimizer", "traffic")},
-        "largest_unit": states.largest_unit,
-        "rows": sum(tensor.nbytes for tensor in locals_),
-        "gathered": sum(unit._storage.nbytes() for unit in engine.units),
-        "optimizer": sum(tensor.nbytes for tensor in optimizer_states),
-        "gradients": sum(grad.nbytes for grad in gradients),
-        "text": summary(engine),
-        "measured": (measured := Measured.since(start, engine, optimizer.state, 2)),
-        "after": summary_after(engine, measured),
-    }
+    params = [p.param for p in engine.parameters]
+    moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    measured = Measured.since(start, engine, optimizer.state, 2)
+    return Found(
+        states=model_states(engine),
+        rows=sum(local_of(param.data).nbytes for param in params),
+        gathered=sum(unit._storage.nbytes() for unit in engine.units),
+        optimizer=sum(local_of(value).nbytes for value in moments),
+        gradients=sum(local_of(param.grad).nbytes for param in params),
+        text=summary(engine),
+        measured=measured,
+        after=summary_after(engine, measured),
+    )
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(RANKS, stage=STAGES, compute=["float32", "bfloat16"])
 def test_bytes_are_those_of_a_hand_computation_and_of_live_tensors(stage: int, compute: str) -> None:
-    for found in run_ranks(measure, RANKS, stage, compute):
-        compute_bytes = 4 if compute == "float32" else 2
-        assert found["states"] == by_hand(stage, compute_bytes)
-        assert found["optimizer"] == found["states"]["optimizer"]
-        assert found["rows"] == 4 * NUMEL // (1 if stage == 0 else RANKS)
-        if stage in (2, 3):
-            assert found["gradients"] == found["states"]["gradients"]
-        if stage == 3:
-            assert found["rows"] == found["states"]["parameters"]
-        computes = 0 if stage == 3 or (stage, compute_bytes) == (0, 4) else compute_bytes * NUMEL
-        num_tensors = 2 + 6 * BLOCKS + 1
-        assert computes <= found["gathered"] <= computes + 64 * num_tensors
-        # In the buffer of a unit every tensor begins at a multiple of 64 bytes.
-        largest = max(BLOCK_NUMEL, EMBEDDING_NUMEL, HEAD_NUMEL) * compute_bytes
-        assert largest <= found["largest_unit"] < largest + 6 * 64 or (stage, compute_bytes) == (0, 4)
+    found, compute_bytes = measure(stage, compute), 4 if compute == "float32" else 2
+    expected = by_hand(stage, compute_bytes)
+    assert {name: getattr(found.states, name) for name in expected} == expected
+    assert found.optimizer == found.states.optimizer
+    assert found.rows == 4 * NUMEL // (1 if stage == 0 else RANKS)
+    if stage in (2, 3):
+        assert found.gradients == found.states.gradients
+    if stage == 3:
+        assert found.rows == found.states.parameters
+    computes = 0 if stage == 3 or (stage, compute_bytes) == (0, 4) else compute_bytes * NUMEL
+    num_tensors = 2 + 6 * BLOCKS + 1
+    assert computes <= found.gathered <= computes + 64 * num_tensors
+    # In the buffer of a unit every tensor begins at a multiple of 64 bytes.
+    largest = max(BLOCK_NUMEL, EMBEDDING_NUMEL, HEAD_NUMEL) * compute_bytes
+    assert largest <= found.states.largest_unit < largest + 6 * 64 or (stage, compute_bytes) == (0, 4)
 
 
-@pytest.mark.parametrize(("choice", "share"), [(False, 2), ("to_owner", 1)])
-def test_traffic_is_that_of_the_exchange_asked_for(choice: bool | str, share: int) -> None:
-    for found in run_ranks(measure, RANKS, 2, "float32", reduce_scatter=choice):
-        gathered = reduced = 4 * NUMEL // 2
-        assert found["states"]["traffic"] == gathered + share * reduced
-        assert f"pairwise on gloo, reduce_scatter: {str(choice).lower()}" in found["text"]
+@on_ranks(RANKS, choice=[(False, 2), ("to_owner", 1)])
+def test_traffic_is_that_of_the_exchange_asked_for(choice: tuple[bool | str, int]) -> None:
+    found, (name, share) = measure(2, reduce_scatter=choice[0]), choice
+    gathered = reduced = 4 * NUMEL // 2
+    assert found.states.traffic == gathered + share * reduced
+    assert f"pairwise on gloo, reduce_scatter: {str(name).lower()}" in found.text
 
 
+@on_ranks(RANKS)
 def test_traffic_of_stage_3_counts_what_the_backward_gathers_again() -> None:
-    for found in run_ranks(measure, RANKS, 3, "float32", prefetch_bytes=0):
-        assert found["states"]["traffic"] == 4 * (3 * NUMEL - EMBEDDING_NUMEL) // 2
+    assert measure(3, prefetch_bytes=0).states.traffic == 4 * (3 * NUMEL - EMBEDDING_NUMEL) // 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(RANKS, stage=SHARDED)
 def test_parameters_that_ranks_share_count_once_and_do_not_move(stage: int) -> None:
-    for found in run_ranks(measure, RANKS, stage, "float32", collectives="host"):
-        assert found["states"]["parameters"] == 4 * NUMEL // RANKS
-        assert found["states"]["traffic"] == 4 * NUMEL // 2
-        assert found["gathered"] >= 4 * NUMEL and "host on gloo" in found["text"]
+    found = measure(stage, collectives="host")
+    assert found.states.parameters == 4 * NUMEL // RANKS
+    assert found.states.traffic == 4 * NUMEL // 2
+    assert found.gathered >= 4 * NUMEL and "host on gloo" in found.text
 
 
+@on_ranks(RANKS)
 def test_the_text_is_short_and_names_what_counts() -> None:
-    text = run_ranks(measure, RANKS, 3, "bfloat16")[0]["text"]
+    text = measure(3, "bfloat16").text
     lines = text.splitlines()
     assert len(lines) <= 15
     assert all(len(line) <= 100 for line in lines)
@@ -128,30 +134,24 @@ def test_the_text_is_short_and_names_what_counts() -> None:
     assert "compute bfloat16; optimizer updates float32" in text
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(RANKS, stage=[1, 3])
 def test_the_text_at_the_end_has_what_was_measured_beside_what_was_expected(stage: int) -> None:
-    found = run_ranks(measure, RANKS, stage, "float32")[1]
+    found = measure(stage)
     counters = 4 * (2 + 6 * BLOCKS + 1)
-    assert found["measured"].optimizer == found["states"]["optimizer"] + counters
-    assert found["measured"].traffic >= found["states"]["traffic"] // 2
-    assert found["after"].startswith("hf_zero, after 2 steps\n") and "of the process" in found["after"]
+    assert found.measured.optimizer == found.states.optimizer + counters
+    assert found.measured.traffic >= found.states.traffic // 2
+    assert found.after.startswith("hf_zero, after 2 steps\n") and "of the process" in found.after
 
 
-def summarise_frozen() -> tuple[str, int, int]:
-    model = Stack(WIDTH, BLOCKS)
-    for param in model.blocks.parameters():
-        param.requires_grad_(False)
-    engine = zero.shard_model(model, {"stage": 3})
-    states = model_states(engine)
-    return summary(engine), states.optimizer, states.traffic
-
-
+@alone()
 def test_one_process_with_frozen_parameters() -> None:
-    text, optimizer, traffic = run_alone(summarise_frozen)
-    trainable = EMBEDDING_NUMEL + HEAD_NUMEL
+    model = Stack(WIDTH, BLOCKS)
+    model.blocks.requires_grad_(False)
+    engine = zero.shard_model(model, {"stage": 3})
+    states, text, trainable = model_states(engine), summary(engine), EMBEDDING_NUMEL + HEAD_NUMEL
     assert f"{NUMEL:,} ({trainable:,} trainable)" in text
     assert "none (one process)" in text
-    assert (optimizer, traffic) == (2 * 4 * trainable, 0)
+    assert (states.optimizer, states.traffic) == (2 * 4 * trainable, 0)
 
 
 def _sizes(replicate: int) -> tuple[int, int, int, str]:
@@ -166,9 +166,10 @@ def _sizes(replicate: int) -> tuple[int, int, int, str]:
     return held.parameters + held.gradients + held.optimizer, held.sharded, between, summary(engine)
 
 
+@on_ranks(4)
 def test_the_text_says_what_replicas_would_save_between_hosts_and_cost() -> None:
-    held, sharded, between, text = run_ranks(_sizes, 4, 1)[0]
-    with_replicas, _, moved, other = run_ranks(_sizes, 4, 2)[0]
+    held, sharded, between, text = _sizes(1)
+    with_replicas, _, moved, other = _sizes(2)
     assert between == 0 < moved
     assert with_replicas - held == sharded  # by measuring: one more of what was cut
     row = next(line for line in text.splitlines() if "between hosts" in line)

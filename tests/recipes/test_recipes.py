@@ -26,7 +26,7 @@ from transformers import (
 
 import hf_zero as zero
 from hf_zero.integrations.accelerate import accelerator as accelerator_module
-from tests.integrations.trainer.test_trainer import undone
+from tests.integrations.trainer.runs import undone
 from tests.ranks import ENVIRONMENT, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))  # where a script finds its neighbours

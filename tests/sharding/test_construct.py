@@ -6,7 +6,7 @@ The oracle is the same constructor with the same seed, without `Init`; each rank
 from __future__ import annotations
 
 import copy
-import traceback
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +18,17 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_zero
 from hf_zero.sharding.construct import Cutter
 from hf_zero.sharding.whole_window import WINDOW_BYTES, is_mapped
+from hf_zero.torch_compat import local_of
 from tests.models import CASES, VOCAB, AwkwardMLP, Stack
-from tests.ranks import run_ranks
-
-Problems = dict[str, list[str]]
-"""What is wrong, by case; empty when all is well."""
+from tests.ranks import on_ranks
 
 # The dtype at rest is then the model's own, as the oracle's is.
 STAGE_3 = {"stage": 3, "master_dtype": "auto", "timeout_s": 20}
@@ -46,10 +46,6 @@ def own_rows(whole: Tensor, param: Tensor) -> Tensor:
         return whole
     rank, chunks = dist.get_rank(), whole.chunk(dist.get_world_size())
     return chunks[rank] if rank < len(chunks) else whole[:0]
-
-
-def local_of(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -96,16 +92,6 @@ def differences(reference: nn.Module, model: nn.Module, is_cut: bool = True, has
         elif is_cut and not buffers[name].untyped_storage().resizable():
             found.append(f"buffer {name} is mapped")
     return found
-
-
-def collect(problems: Problems, name: str, check: Callable[[], list[str]]) -> None:
-    """Run one case of many in a job; an exception becomes its problem."""
-    try:
-        found = check()
-    except Exception:
-        found = [traceback.format_exc()]
-    if found:
-        problems[name] = found
 
 
 def window_of(num_bytes: int) -> Any:
@@ -223,104 +209,78 @@ CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
 # --- equal to the unsharded model -----------------------------------------------------------------------------------
 
 
-def problems_of_constructors(window_bytes: int, same_seeds: bool) -> Problems:
-    """Runs on a rank: every constructor with and without `Init`, which starts from rank 0's random state."""
-    problems: Problems = {}
-    for name, build in CONSTRUCTORS.items():
-
-        def check(build: Callable[[], nn.Module] = build) -> list[str]:
-            torch.manual_seed(7)
-            reference, after = build(), torch.get_rng_state()
-            torch.manual_seed(7 if same_seeds else 7 + dist.get_rank())
-            before = torch.get_rng_state()
-            with window_of(window_bytes), hf_zero.Init(STAGE_3) as init:
-                model = build()
-                window = init._cutter.window
-            goes_on = same_seeds or dist.get_rank() == 0
-            found = differences(reference, model)
-            if not torch.equal(torch.get_rng_state(), after if goes_on else before):
-                found.append("another random state afterwards")
-            largest = max(4 * param.numel() for param in model.parameters())
-            if window.peak_bytes > max(window_bytes, largest) + largest:
-                found.append(f"{window.peak_bytes} bytes whole at a time, the largest parameter has {largest}")
-            return found
-
-        collect(problems, name, check)
-    return problems
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "same_seeds"), [(2, True), (2, False), (3, False), pytest.param(3, True, marks=pytest.mark.slow)]
-)
-def test_constructed_model_has_the_bits_of_the_unsharded_one(num_ranks: int, same_seeds: bool) -> None:
+def check_construction(name: str, same_seeds: bool) -> None:
     """With a window of one parameter where all ranks have the same seed, and the usual one where they have not."""
-    window_bytes = 1 if same_seeds else WINDOW_BYTES
-    assert run_ranks(problems_of_constructors, num_ranks, window_bytes, same_seeds) == [{}] * num_ranks
+    window_bytes, build = 1 if same_seeds else WINDOW_BYTES, CONSTRUCTORS[name]
+    torch.manual_seed(7)
+    reference, after = build(), torch.get_rng_state()
+    torch.manual_seed(7 if same_seeds else 7 + dist.get_rank())
+    before = torch.get_rng_state()
+    with window_of(window_bytes), hf_zero.Init(STAGE_3) as init:
+        model = build()
+        window = init._cutter.window
+    assert differences(reference, model) == []
+    goes_on = same_seeds or dist.get_rank() == 0
+    assert torch.equal(torch.get_rng_state(), after if goes_on else before)
+    largest = max(4 * param.numel() for param in model.parameters())
+    assert window.peak_bytes <= max(window_bytes, largest) + largest
 
 
-def gathers_of_constructors() -> dict[str, int]:
-    """Runs on a rank: how often a parameter was gathered while a model was constructed."""
-    counts = {}
-    for name in ("llama", "gpt2", "t5", "hostile"):
-        with hf_zero.Init(STAGE_3) as init:
-            CONSTRUCTORS[name]()
-            counts[name] = init._cutter.window.num_gathers
-    return counts
+@on_ranks(2, name=list(CONSTRUCTORS), same_seeds=[True, False])
+def test_constructed_model_has_the_bits_of_the_unsharded_one(name: str, same_seeds: bool) -> None:
+    check_construction(name, same_seeds)
 
 
-def test_nothing_is_gathered_while_the_window_holds_the_model() -> None:
-    assert run_ranks(gathers_of_constructors, 2) == [dict.fromkeys(("llama", "gpt2", "t5", "hostile"), 0)] * 2
+@on_ranks(3, name=list(CONSTRUCTORS))
+def test_constructed_model_has_the_bits_of_the_unsharded_one_on_three_ranks(name: str) -> None:
+    check_construction(name, same_seeds=False)
+
+
+@pytest.mark.slow
+@on_ranks(3, name=list(CONSTRUCTORS))
+def test_constructed_model_has_the_bits_of_the_unsharded_one_on_three_ranks_of_one_seed(name: str) -> None:
+    check_construction(name, same_seeds=True)
+
+
+@on_ranks(2, name=["llama", "gpt2", "t5", "hostile"])
+def test_nothing_is_gathered_while_the_window_holds_the_model(name: str) -> None:
+    with hf_zero.Init(STAGE_3) as init:
+        CONSTRUCTORS[name]()
+        assert init._cutter.window.num_gathers == 0
 
 
 # --- what a constructor sees ----------------------------------------------------------------------------------------
 
 
-def views_inside() -> list[Any]:
-    """Runs on a rank: a parameter inside `Init`, and what maths on it gives."""
+@on_ranks(2)
+def test_parameters_are_shards_inside_and_whole_for_maths() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 5)
     torch.manual_seed(0)
     with hf_zero.Init(STAGE_3):
         linear = nn.Linear(3, 5)
-        inside = [
-            isinstance(linear.weight, DTensor),
-            tuple(linear.weight.shape),
-            linear.weight.to_local().shape[0] < 5,
-            same_bits(linear.weight[1], plain.weight[1]),
-            same_bits(linear(torch.ones(3)), plain(torch.ones(3))),
-            same_bits(linear.weight.sum(), plain.weight.sum()),
-        ]
+        assert isinstance(linear.weight, DTensor)
+        assert linear.weight.shape == (5, 3) and linear.weight.to_local().shape[0] < 5
+        assert same_bits(linear.weight[1], plain.weight[1])
+        assert same_bits(linear(torch.ones(3)), plain(torch.ones(3)))
+        assert same_bits(linear.weight.sum(), plain.weight.sum())
         with torch.no_grad():
-            inside.append(linear.weight.mul_(2) is linear.weight)
+            assert linear.weight.mul_(2) is linear.weight
         with torch.device("meta"):
-            on_meta = nn.Linear(3, 5)
-        lazy = nn.LazyLinear(4)
-        inside += [type(on_meta.weight) is nn.Parameter, not isinstance(lazy.weight, DTensor)]
-    rows = own_rows(2 * plain.weight, linear.weight)
-    return [*inside, same_bits(linear.weight.to_local(), rows)]
+            assert type(nn.Linear(3, 5).weight) is nn.Parameter
+        assert not isinstance(nn.LazyLinear(4).weight, DTensor)
+    assert same_bits(linear.weight.to_local(), own_rows(2 * plain.weight, linear.weight))
 
 
-def test_parameters_are_shards_inside_and_whole_for_maths() -> None:
-    for values in run_ranks(views_inside, 2):
-        assert values == [True, (5, 3), *[True] * 8]
-
-
-def problems_of_other_threads() -> Problems:
-    """Runs on a rank: a module made by another thread inside `Init`, and one made afterwards."""
-    import threading
-
+@on_ranks(2)
+def test_other_threads_and_later_modules_stay_plain() -> None:
     made: list[nn.Module] = []
     with hf_zero.Init(STAGE_3):
         thread = threading.Thread(target=lambda: made.append(nn.Linear(3, 5)))
         thread.start()
         thread.join()
     made.append(nn.Linear(3, 5))
-    plain = [type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor for module in made]
-    return {} if all(plain) else {"threads": [str(plain)]}
-
-
-def test_other_threads_and_later_modules_stay_plain() -> None:
-    assert run_ranks(problems_of_other_threads, 2) == [{}] * 2
+    assert all(type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor for module in made)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -353,41 +313,31 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def memory_of_constructing(window_bytes: int) -> list[int]:
-    """Runs on a rank: bytes of the model, of its greatest parameter, the peak and the end with and without `Init`."""
+@on_ranks(2, 3)
+def test_constructing_holds_the_rows_and_a_window() -> None:
     with LiveBytes() as plain:
-        whole = Stack(64, 8)
-        sizes = [param.nbytes for param in whole.parameters()]
+        reference = Stack(64, 8)
+        sizes = [param.nbytes for param in reference.parameters()]
         plain_peak = plain.peak
-    with LiveBytes() as live, window_of(window_bytes), hf_zero.Init({"stage": 3}):
+    with LiveBytes() as live, window_of(4096), hf_zero.Init({"stage": 3}):
         model = Stack(64, 8)
     own = sum(param.to_local().nbytes for param in model.parameters())
-    return [sum(sizes), max(sizes), own, plain_peak, live.peak, live.now]
+    assert plain_peak >= sum(sizes)
+    assert own < sum(sizes) / dist.get_world_size() + max(sizes)
+    assert live.now <= own + 1024
+    # The window, the parameter in use, and a copy of it by what draws it.
+    assert live.peak <= own + 4096 + 3 * max(sizes)
+    assert live.peak < plain_peak
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_constructing_holds_the_rows_and_a_window(num_ranks: int) -> None:
-    for total, largest, own, plain_peak, peak, end in run_ranks(memory_of_constructing, num_ranks, 4096):
-        assert plain_peak >= total
-        assert own < total / num_ranks + largest
-        assert end <= own + 1024
-        # The window, the parameter in use, and a copy of it by what draws it.
-        assert peak <= own + 4096 + 3 * largest
-        assert peak < plain_peak
-
-
-def memory_of_the_usual_window() -> tuple[int, int]:
+@on_ranks(2)
+def test_the_usual_window_is_kept() -> None:
     with hf_zero.Init({"stage": 3}) as init:
         AwkwardMLP()
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(7)])
         window = init._cutter.window
     del model
-    return window.peak_bytes, WINDOW_BYTES
-
-
-def test_the_usual_window_is_kept() -> None:
-    for peak, budget in run_ranks(memory_of_the_usual_window, 2):
-        assert 8 * 2**20 <= peak <= budget + 4 * 2**20
+    assert 8 * 2**20 <= window.peak_bytes <= WINDOW_BYTES + 4 * 2**20
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -400,26 +350,19 @@ class Broken(nn.Module):
         raise ValueError("no such layer")
 
 
-def state_after_an_error() -> list[Any]:
-    """Runs on a rank: a constructor that raises under `Init`, and what is left behind."""
-    from torch.nn.modules import module as torch_module
-    from torch.overrides import _get_current_function_mode_stack
-    from transformers import PreTrainedModel
-
+@on_ranks(2)
+def test_an_exception_in_a_constructor_leaves_torch_as_it_was() -> None:
     def state() -> list[Any]:
         hooks = [
             len(torch_module._global_parameter_registration_hooks),
             len(torch_module._global_module_registration_hooks),
         ]
-        return [hooks, len(_get_current_function_mode_stack()), dict(vars(PreTrainedModel))]
+        return [hooks, len(_get_current_function_mode_stack()), dict(vars(transformers.PreTrainedModel))]
 
     before = state()
+    assert before[:2] == [[0, 0], 0]
     with pytest.raises(ValueError, match="no such layer"), hf_zero.Init(STAGE_3):
         nn.Linear(3, 5)
         Broken()
-    after = state()
-    return [before == after, before[:2], type(nn.Linear(3, 5).weight.data) is Tensor]
-
-
-def test_an_exception_in_a_constructor_leaves_torch_as_it_was() -> None:
-    assert run_ranks(state_after_an_error, 2) == [[True, [[0, 0], 0], True]] * 2
+    assert state() == before
+    assert type(nn.Linear(3, 5).weight.data) is Tensor

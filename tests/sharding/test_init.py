@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
@@ -24,11 +27,13 @@ from torch.overrides import _get_current_function_mode_stack
 from transformers import PreTrainedModel
 
 import hf_zero
-from hf_zero.sharding import init
-from hf_zero.sharding.init import activate, disabled, is_left_whole, is_partitioned, leave_whole, undo
+from hf_zero.sharding import active, init
+from hf_zero.sharding.active import disabled, is_left_whole, is_partitioned, leave_whole
+from hf_zero.sharding.init import activate, undo
+from tests.engine.twins import STAGES
 from tests.models import CASES, AwkwardMLP, make_model
-from tests.ranks import RankFailure, on_ranks, run_alone, run_ranks
-from tests.sharding.test_construct import Problems, collect, differences
+from tests.ranks import alone, on_ranks, run_ranks
+from tests.sharding.test_construct import differences
 from tests.sharding.test_loading import farthest, train
 
 CPU = torch.device("cpu")
@@ -43,7 +48,7 @@ def state_of_libraries() -> list[Any]:
         len(_get_current_function_mode_stack()),
         dict(vars(PreTrainedModel)),
         {name: value for name, value in os.environ.items() if name.startswith("HF_")},
-        list(init._pausable_now),
+        list(active._pausable_now),
     ]
 
 
@@ -63,78 +68,76 @@ def load(folder: str, name: str = "llama") -> nn.Module:
 # --- every stage ----------------------------------------------------------------------------------------------------
 
 
-def problems_of_stages(folder: str, stages: list[int]) -> Problems:
-    """Runs on a rank: constructed and loaded models of each stage: values, kind, two steps of training."""
-    problems: Problems = {}
+KINDS = [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True), ("mlp", False)]
+
+
+def check_training(stage: int, kind: tuple[str, bool], folder: str) -> None:
+    """A constructed or loaded model of a stage: values, kind, two steps of training."""
+    name, is_loaded = kind
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
-    for stage in stages:
-        is_cut = stage > 0 and len(ranks) > 1
-        for name in ("llama", "gpt2", "mlp"):
-            for is_loaded in (False, True) if name != "mlp" else (False,):
-
-                def check(name: str = name, is_loaded: bool = is_loaded) -> list[str]:
-                    torch.manual_seed(7)
-                    reference = load(folder, name) if is_loaded else CASES[name].build()
-                    after = torch.get_rng_state()
-                    torch.manual_seed(7 if is_cut or not is_loaded else rank)
-                    with hf_zero.Init({"stage": stage, "timeout_s": 20}):
-                        model = load(folder, name) if is_loaded else CASES[name].build()
-                    found = differences(reference, model, is_cut)
-                    if not is_loaded and not torch.equal(after, torch.get_rng_state()):
-                        found.append("another random state afterwards")
-                    if hf_zero.engine_of(model) is not None or not hasattr(model, "no_sync"):
-                        found.append("an engine before the first forward, or no seams")
-                    losses = train(model.train(), name, [rank])
-                    wanted = train(reference.train(), name, ranks)[rank :: len(ranks)]
-                    gap = max(farthest(reference, model), *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
-                    if gap > 4e-6 or hf_zero.engine_of(model) is None:
-                        found.append(f"{gap} away after training")
-                    return found
-
-                collect(problems, f"{name}, stage {stage}, {is_loaded=}", check)
-    return problems
+    is_cut = stage > 0 and len(ranks) > 1
+    torch.manual_seed(7)
+    reference = load(folder, name) if is_loaded else CASES[name].build()
+    after = torch.get_rng_state()
+    torch.manual_seed(7 if is_cut or not is_loaded else rank)
+    with hf_zero.Init({"stage": stage, "timeout_s": 20}):
+        model = load(folder, name) if is_loaded else CASES[name].build()
+    assert differences(reference, model, is_cut) == []
+    assert is_loaded or torch.equal(after, torch.get_rng_state())
+    assert hf_zero.engine_of(model) is None and hasattr(model, "no_sync")  # before the first forward
+    assert_trains_alike(model, reference, name)
+    assert hf_zero.engine_of(model) is not None
 
 
-def test_every_stage_under_init_trains_as_the_unsharded_model(folder: str) -> None:
-    assert run_ranks(problems_of_stages, 2, folder, [0, 1, 2, 3]) == [{}] * 2
+def assert_trains_alike(model: nn.Module, reference: nn.Module, name: str, num_steps: int = 2) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
+    losses = train(model.train(), name, [rank], num_steps)
+    wanted = train(reference.train(), name, ranks, num_steps)[rank :: len(ranks)]
+    gap = max(farthest(reference, model), *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
+    assert gap <= 4e-6
 
 
-def test_a_world_of_one_under_init_is_the_unsharded_model(folder: str) -> None:
-    assert run_alone(problems_of_stages, folder, [0, 3]) == {}
+@on_ranks(2, stage=STAGES, kind=KINDS)
+def test_every_stage_under_init_trains_as_the_unsharded_model(stage: int, kind: tuple[str, bool], folder: str) -> None:
+    check_training(stage, kind, folder)
 
 
-def ranks_of_stage_0() -> bool:
-    """Runs on a rank: a stage 0 model that was drawn from other seeds, after its engine was made."""
+@alone(stage=[0, 3], kind=KINDS)
+def test_a_world_of_one_under_init_is_the_unsharded_model(stage: int, kind: tuple[str, bool], folder: str) -> None:
+    check_training(stage, kind, folder)
+
+
+@on_ranks(2)
+def test_ranks_start_from_rank_0_in_stage_0_too() -> None:
+    """From other seeds, after the engine was made."""
     torch.manual_seed(dist.get_rank())
     with hf_zero.Init({"stage": 0}):
         model = nn.Sequential(nn.Linear(3, 5))
     model(torch.ones(3))
     reference = copy.deepcopy(model[0].weight.data)
     dist.broadcast(reference, 0)
-    return torch.equal(reference, model[0].weight)
-
-
-def test_ranks_start_from_rank_0_in_stage_0_too() -> None:
-    assert run_ranks(ranks_of_stage_0, 2) == [True, True]
+    assert torch.equal(reference, model[0].weight)
 
 
 # --- Init -----------------------------------------------------------------------------------------------------------
 
 
-def facts_of_init(folder: str) -> dict[str, Any]:
-    """Runs on a rank: contexts in contexts, disabled ones, and ones that an exception leaves."""
-    before, facts = state_of_libraries(), {}
+@on_ranks(2)
+def test_init_nests_and_puts_everything_back(folder: str) -> None:
+    """Contexts in contexts, disabled ones, and ones that an exception leaves."""
+    before = state_of_libraries()
     with hf_zero.Init(enabled=False):
-        facts["enabled=False"] = not is_partitioned(CASES["llama"].build()) and state_of_libraries() == before
-        facts["enabled=False, loaded"] = not is_partitioned(load(folder))
+        assert not is_partitioned(CASES["llama"].build()) and state_of_libraries() == before, "enabled=False"
+        assert not is_partitioned(load(folder)), "enabled=False, loaded"
     with hf_zero.Init(ZERO_3):
-        facts["something is changed"] = state_of_libraries() != before
+        assert state_of_libraries() != before, "something is changed"
         outer = CASES["llama"].build()
         with hf_zero.Init({"stage": 3, "keep_whole_numel": 10**9}):
             inner, inner_loaded = CASES["llama"].build(), load(folder)
         last, loaded = CASES["llama"].build(), load(folder)
-    facts["put back"] = state_of_libraries() == before
+    assert state_of_libraries() == before, "put back"
     for name, model, is_cut in (
         ("outer", outer, True),
         ("inner", inner, False),
@@ -143,128 +146,87 @@ def facts_of_init(folder: str) -> dict[str, Any]:
         ("last, loaded", loaded, True),
     ):
         placed = {param.placements[0].is_shard() for param in model.parameters()}
-        facts[name] = placed == {is_cut}
-        facts[f"{name} runs"] = train(model.train(), "llama", [0], 1)[0] > 0
+        assert placed == {is_cut}, name
+        assert train(model.train(), "llama", [0], 1)[0] > 0, f"{name} runs"
     for error_at in ("load", "body"):
         with contextlib.suppress(ZeroDivisionError, OSError), hf_zero.Init(ZERO_3):
             model = CASES["llama"].build()
             if error_at == "body":
                 raise ZeroDivisionError
             transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/nothing")
-        facts[f"put back after an error: {error_at}"] = state_of_libraries() == before
-        facts[f"no hook after an error: {error_at}"] = len(model._forward_pre_hooks) == 0
-    facts["plain afterwards"] = not is_partitioned(CASES["llama"].build()) and not is_partitioned(load(folder))
-    return facts
+        assert state_of_libraries() == before, f"put back after an error: {error_at}"
+        assert len(model._forward_pre_hooks) == 0, f"no hook after an error: {error_at}"
+    assert not is_partitioned(CASES["llama"].build()) and not is_partitioned(load(folder)), "plain afterwards"
 
 
-def test_init_nests_and_puts_everything_back(folder: str) -> None:
-    for facts in run_ranks(facts_of_init, 2, folder):
-        assert [name for name, is_true in facts.items() if not is_true] == []
-
-
-def wrong_inits(kind: str) -> None:
-    """Runs on a rank (or alone): an `Init` that is refused; a good one works afterwards."""
-    config: dict[str, Any] = {"stage": 3, "timeout_s": 10}
+def wrong_init(changes: dict[str, Any], launched: dict[str, str], kind: str, text: str) -> None:
+    """An `Init` that is refused; a good one works afterwards."""
     before = state_of_libraries()
-    if kind == "unknown key":
-        config["prefetch_byte"] = 3
-    if kind == "expected_world_size":
-        config["expected_world_size"] = 5
-    if kind == "different":
-        config["prefetch_bytes"] = 100 + dist.get_rank()
-    launched = {"WORLD_SIZE": "2"} if kind == "no group" else {}
-    try:
-        with mock.patch.dict(os.environ, launched), hf_zero.Init(config):
-            pass
-    except hf_zero.ZeroError as error:
-        assert state_of_libraries() == before
-        with hf_zero.Init(ZERO_3):
-            model = AwkwardMLP()
-        assert is_partitioned(model) is dist.is_initialized()
-        raise error
+    with pytest.raises(hf_zero.ZeroError, match=re.escape(text)) as caught, mock.patch.dict(os.environ, launched):
+        hf_zero.Init({"stage": 3, "timeout_s": 10, **changes}).__enter__()
+    assert type(caught.value).__name__ == kind
+    assert state_of_libraries() == before
+    with hf_zero.Init(ZERO_3):
+        model = AwkwardMLP()
+    assert is_partitioned(model) is dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("kind", "type_name", "message"),
-    [
-        ("unknown key", "ConfigError", "did you mean 'prefetch_bytes'"),
-        ("expected_world_size", "ConfigError", "expected_world_size is 5, but 2 processes run"),
-        ("different", "ConfigError", "['prefetch_bytes'] differ"),
-    ],
-)
-def test_a_wrong_configuration_is_refused_on_all_ranks(kind: str, type_name: str, message: str) -> None:
-    for failure in run_ranks(wrong_inits, 2, kind, expect_failure=True):
-        assert isinstance(failure, RankFailure) and failure.type_name == type_name, failure
-        assert message in failure.message
+@on_ranks(2)
+def test_a_wrong_configuration_is_refused_on_all_ranks() -> None:
+    wrong_init({"prefetch_byte": 3}, {}, "ConfigError", "did you mean 'prefetch_bytes'")
+    wrong_init({"expected_world_size": 5}, {}, "ConfigError", "expected_world_size is 5, but 2 processes run")
+    wrong_init({"prefetch_bytes": 100 + dist.get_rank()}, {}, "ConfigError", "['prefetch_bytes'] differ")
 
 
-def message_without_a_group() -> str:
-    try:
-        wrong_inits("no group")
-    except hf_zero.UsageError as error:
-        return str(error)
-    return ""
-
-
+@alone()
 def test_launched_processes_without_a_group_are_refused() -> None:
-    assert "one of 2 launched processes, but there is no process group" in run_alone(message_without_a_group)
+    text = "one of 2 launched processes, but there is no process group"
+    wrong_init({}, {"WORLD_SIZE": "2"}, "UsageError", text)
 
 
 # --- for a whole program --------------------------------------------------------------------------------------------
 
 
-def facts_of_activation(folder: str) -> dict[str, Any]:
-    """Runs on a rank: activate, activate again, another one, undo."""
-    before, facts = state_of_libraries(), {}
+@on_ranks(2)
+def test_activate_is_idempotent_and_undo_puts_everything_back(folder: str) -> None:
+    """Activate, activate again, another one, undo."""
+    before = state_of_libraries()
     config = make_model(CASES["llama"]).config
     activate(ZERO_3, CPU)
     first = init._active[-1]
     during = dict(vars(PreTrainedModel))
     activate(hf_zero.ZeroConfig(stage=3, timeout_s=20), CPU)
-    facts["the same again"] = init._active == [first] and dict(vars(PreTrainedModel)) == during
+    assert init._active == [first] and dict(vars(PreTrainedModel)) == during, "the same again"
     torch.manual_seed(3)
     made = transformers.AutoModelForCausalLM.from_config(config)
     model = load(folder)
     torch.manual_seed(3)
-    facts["a constructor"] = not is_partitioned(transformers.LlamaForCausalLM(config))
-    facts["from_config"] = is_partitioned(made) and differences(make_model(CASES["llama"], 3), made) == []
-    facts["from_pretrained"] = is_partitioned(model)
+    assert not is_partitioned(transformers.LlamaForCausalLM(config)), "a constructor"
+    assert is_partitioned(made) and differences(make_model(CASES["llama"], 3), made) == [], "from_config"
+    assert is_partitioned(model), "from_pretrained"
     activate(hf_zero.ZeroConfig(stage=3, timeout_s=20, keep_whole_numel=10**9), CPU)
     other = load(folder)
-    facts["another"] = init._active != [first] and len(init._active) == 1
-    facts["another's models"] = {param.placements[0].is_shard() for param in other.parameters()} == {False}
+    assert init._active != [first] and len(init._active) == 1, "another"
+    assert {param.placements[0].is_shard() for param in other.parameters()} == {False}, "another's models"
     undo()
-    facts["undone"] = state_of_libraries() == before
-    facts["plain afterwards"] = not is_partitioned(load(folder))
+    assert state_of_libraries() == before, "undone"
+    assert not is_partitioned(load(folder)), "plain afterwards"
     undo()
-    facts["undone twice"] = state_of_libraries() == before
-    facts["partitioned stays so"] = is_partitioned(model) and train(model.train(), "llama", [dist.get_rank()])[0] > 0
-    return facts
+    assert state_of_libraries() == before, "undone twice"
+    assert is_partitioned(model) and train(model.train(), "llama", [dist.get_rank()])[0] > 0, "partitioned stays so"
 
 
-def test_activate_is_idempotent_and_undo_puts_everything_back(folder: str) -> None:
-    for facts in run_ranks(facts_of_activation, 2, folder):
-        assert [name for name, is_true in facts.items() if not is_true] == []
-
-
-def activations_across_groups(folder: str) -> bool:
-    """Runs on a rank: the same configuration in a process group and, later, in another one."""
+@on_ranks(2)
+def test_activate_notices_another_process_group(folder: str, tmp_path: Path) -> None:
     activate(ZERO_3, CPU)
     first = init._active[-1].world
     dist.destroy_process_group()
-    store = os.path.join(folder, "store")
-    dist.init_process_group("gloo", f"file://{store}", rank=int(os.environ["RANK"]), world_size=2)
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=int(os.environ["RANK"]), world_size=2)
     activate(ZERO_3, CPU)
     model = load(folder)
-    is_new = init._active[-1].world is not first
-    losses = train(model.train(), "llama", [dist.get_rank()])
+    assert init._active[-1].world is not first
+    assert len(train(model.train(), "llama", [dist.get_rank()])) == 2
     undo()
-    return is_new and len(losses) == 2
-
-
-def test_activate_notices_another_process_group(folder: str, tmp_path: Path) -> None:
-    (tmp_path / "llama").symlink_to(f"{folder}/llama")
-    assert run_ranks(activations_across_groups, 2, str(tmp_path)) == [True, True]
 
 
 @contextlib.contextmanager
@@ -280,9 +242,9 @@ def partitioning(is_activated: bool) -> Iterator[None]:
         undo()
 
 
-def facts_of_whole_models(folder: str, is_activated: bool) -> dict[str, Any]:
-    """Runs on a rank: models that are to stay whole."""
-    facts, before = {}, state_of_libraries()
+@on_ranks(2, is_activated=[False, True])
+def test_models_loaded_under_disabled_stay_whole(folder: str, is_activated: bool) -> None:
+    before = state_of_libraries()
     config = make_model(CASES["llama"]).config
     with partitioning(is_activated):
         with disabled():
@@ -296,127 +258,92 @@ def facts_of_whole_models(folder: str, is_activated: bool) -> dict[str, Any]:
             raise ZeroDivisionError
         after_an_error = load(folder)
     for name, model in (("loaded", whole), ("made", made), ("again", again), ("plain", plain)):
-        facts[f"{name} is whole"] = not is_partitioned(model) and len(model._forward_pre_hooks) == 0
-    facts["loaded is left whole"] = is_left_whole(whole) and is_left_whole(again)
+        assert not is_partitioned(model) and len(model._forward_pre_hooks) == 0, f"{name} is whole"
+    assert is_left_whole(whole) and is_left_whole(again), "loaded is left whole"
     for name, model in (("cut", cut), ("cut_made", cut_made), ("after an error", after_an_error)):
-        facts[f"{name} is partitioned"] = is_partitioned(model) and not is_left_whole(model)
+        assert is_partitioned(model) and not is_left_whole(model), f"{name} is partitioned"
         with pytest.raises(hf_zero.UsageError, match="partitioned already"):
             leave_whole(model)
-    facts["named"] = leave_whole(plain) is plain and is_left_whole(plain)
+    assert leave_whole(plain) is plain and is_left_whole(plain), "named"
     with disabled():
-        facts["outside"] = not is_partitioned(load(folder))
-    facts["put back"] = state_of_libraries() == before
-    return facts
-
-
-@pytest.mark.parametrize("is_activated", [False, True])
-def test_models_loaded_under_disabled_stay_whole(folder: str, is_activated: bool) -> None:
-    for facts in run_ranks(facts_of_whole_models, 2, folder, is_activated):
-        assert [name for name, is_true in facts.items() if not is_true] == []
+        assert not is_partitioned(load(folder)), "outside"
+    assert state_of_libraries() == before, "put back"
 
 
 # --- between loading and training -----------------------------------------------------------------------------------
 
 
-def problems_of_lora(folder: str, stage: int) -> list[str]:
-    """Runs on a rank: adapters on a loaded model, from ranks with different seeds, trained as the unsharded ones."""
-    from peft import LoraConfig, get_peft_model
-
+def check_lora(stage: int, is_late: bool, folder: str) -> None:
+    """Adapters on a loaded model, from ranks with different seeds, trained as the unsharded ones."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"], lora_dropout=0.0)
-    rank, ranks = dist.get_rank(), list(range(dist.get_world_size()))
-    found = []
-    for is_late in (False, True):
-        torch.manual_seed(5)
-        reference = get_peft_model(load(folder), copy.deepcopy(lora))
-        with hf_zero.Init({"stage": stage, "timeout_s": 20}):
-            model = load(folder)
-        torch.manual_seed(5 + rank)
-        model = get_peft_model(model, copy.deepcopy(lora))
-        if not is_late:
-            hf_zero.shard_model(model)
-            found += differences(reference, model, has_engine=True)
-        model(**CASES["llama"].batch(9, rank))  # a late engine comes here, before the optimizer
-        losses = train(model.train(), "llama", [rank], 3)
-        wanted = train(reference.train(), "llama", ranks, 3)[rank :: len(ranks)]
-        gap = max(farthest(reference, model), *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
-        if gap > 4e-6:
-            found.append(f"{is_late=}: {gap} away after training")
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        if not trained or any("lora" not in name for name in trained):
-            found.append(f"trained: {trained}")
-    return found
+    torch.manual_seed(5)
+    reference = get_peft_model(load(folder), copy.deepcopy(lora))
+    with hf_zero.Init({"stage": stage, "timeout_s": 20}):
+        model = load(folder)
+    torch.manual_seed(5 + dist.get_rank())
+    model = get_peft_model(model, copy.deepcopy(lora))
+    if not is_late:
+        hf_zero.shard_model(model)
+        assert differences(reference, model, has_engine=True) == []
+    model(**CASES["llama"].batch(9, dist.get_rank()))  # a late engine comes here, before the optimizer
+    assert_trains_alike(model, reference, "llama", 3)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained and all("lora" in name for name in trained)
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 1), (2, 3), (3, 3)])
-def test_adapters_may_be_added_to_a_loaded_model(folder: str, num_ranks: int, stage: int) -> None:
+@on_ranks(2, stage=[1, 3], is_late=[False, True])
+def test_adapters_may_be_added_to_a_loaded_model(stage: int, is_late: bool, folder: str) -> None:
     """Before `shard_model`, and before the first forward."""
-    assert run_ranks(problems_of_lora, num_ranks, folder, stage) == [[]] * num_ranks
+    check_lora(stage, is_late, folder)
 
 
-def problems_of_resizing(folder: str, stage: int) -> Problems:
-    """Runs on a rank: more and fewer rows, tied and untied, before the engine and under it, against the unsharded model."""
-    problems: Problems = {}
-    rank, ranks = dist.get_rank(), list(range(dist.get_world_size()))
-    for name in ("llama", "gpt2"):
-        for num_rows in (40, 37, 30):
-            for has_engine in (False, True):
-
-                def check(name: str = name, num_rows: int = num_rows, has_engine: bool = has_engine) -> list[str]:
-                    reference = load(folder, name)
-                    with hf_zero.Init({"stage": stage, "timeout_s": 20}):
-                        model = load(folder, name)
-                    if has_engine:
-                        hf_zero.shard_model(model)
-                    for each in (reference, model):
-                        torch.manual_seed(9)
-                        each.resize_token_embeddings(num_rows)
-                    hf_zero.shard_model(model)
-                    found = differences(reference, model, has_engine=True)
-                    if num_rows >= 37:  # the batches' vocabulary
-                        losses = train(model.train(), name, [rank])
-                        wanted = train(reference.train(), name, ranks)[rank :: len(ranks)]
-                        gap = max(farthest(reference, model), *(abs(a - b) for a, b in zip(losses, wanted)))
-                        found += [f"{gap} away after training"] if gap > 4e-6 else []
-                    return found
-
-                collect(problems, f"{name} to {num_rows}, {has_engine=}", check)
-    return problems
+@on_ranks(3, is_late=[False, True])
+def test_adapters_may_be_added_to_a_model_loaded_on_three_ranks(is_late: bool, folder: str) -> None:
+    check_lora(3, is_late, folder)
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 2), (2, 3), (3, 3)])
 def test_embeddings_may_be_resized(folder: str, num_ranks: int, stage: int) -> None:
-    assert run_ranks(problems_of_resizing, num_ranks, folder, stage) == [{}] * num_ranks
+    """To more and fewer rows, tied and untied, before the engine and under it, against the unsharded model."""
+    run_ranks(check_resizing, num_ranks, folder, stage)
 
 
-def facts_of_a_late_engine(is_inference: bool, has_part: bool) -> list[Any]:
-    """Runs on a rank: the engine comes with the first forward, with parts that were added before, and is for training."""
+def check_resizing(folder: str, stage: int) -> None:
+    for name, num_rows, has_engine in itertools.product(("llama", "gpt2"), (40, 37, 30), (False, True)):
+        reference = load(folder, name)
+        with hf_zero.Init({"stage": stage, "timeout_s": 20}):
+            model = load(folder, name)
+        if has_engine:
+            hf_zero.shard_model(model)
+        for each in (reference, model):
+            torch.manual_seed(9)
+            each.resize_token_embeddings(num_rows)
+        hf_zero.shard_model(model)
+        assert differences(reference, model, has_engine=True) == [], (name, num_rows, has_engine)
+        if num_rows >= 37:  # the batches' vocabulary
+            assert_trains_alike(model, reference, name)
+
+
+@on_ranks(2, how=["no_grad", "inference", "with a part that was made apart"])
+def test_the_engine_comes_with_the_first_forward_for_all_parts_and_for_training(how: str) -> None:
     with hf_zero.Init(ZERO_3):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         part = nn.Linear(2, 2)
-    if has_part:
+    if "part" in how:
         model.append(part)
     model.append(nn.Linear(2, 6))
-    engines = [hf_zero.engine_of(model)]
-    with torch.inference_mode() if is_inference else torch.no_grad():
-        output = model(torch.ones(3))
-    engines.append(hf_zero.engine_of(model))
+    assert hf_zero.engine_of(model) is None
+    with torch.inference_mode() if how == "inference" else torch.no_grad():
+        assert model(torch.ones(3)).shape == (6,)
+    engine = hf_zero.engine_of(model)
     model(torch.ones(3)).sum().backward()
-    engines.append(hf_zero.engine_of(model))
-    is_cut = all(isinstance(param, DTensor) and isinstance(param.grad, DTensor) for param in model.parameters())
-    return [engines[0] is None, engines[1] is engines[2] is not None, is_cut, tuple(output.shape) == (6,)]
+    assert engine is hf_zero.engine_of(model) is not None
+    assert all(isinstance(param, DTensor) and isinstance(param.grad, DTensor) for param in model.parameters())
 
 
-@pytest.mark.parametrize("is_inference", [False, True])
-def test_the_engine_comes_with_the_first_forward(is_inference: bool) -> None:
-    assert run_ranks(facts_of_a_late_engine, 2, is_inference, False) == [[True] * 4] * 2
-
-
-def test_a_part_made_under_init_is_run_by_the_engine_of_the_whole() -> None:
-    assert run_ranks(facts_of_a_late_engine, 2, False, True) == [[True] * 4] * 2
-
-
-def facts_of_copies() -> list[bool]:
-    """Runs on a rank: deep copies of a constructed model, made inside and after `Init`, train by themselves.
+@on_ranks(2)
+def test_copies_of_a_constructed_model_are_models_of_their_own() -> None:
+    """Deep copies, made inside and after `Init`, train by themselves.
 
     `Init` does not see that a model is copied inside, so that copy does not get its engine by itself.
     """
@@ -429,39 +356,27 @@ def facts_of_copies() -> list[bool]:
     hf_zero.shard_model(inside)
     reference = make_model(CASES["gpt2"], 2)
     train(reference, "gpt2", ranks)
-    facts = []
     for each in (model, inside, after):
         train(each.train(), "gpt2", [rank])
-        facts += [farthest(reference, each) < 4e-6, each.lm_head.weight is each.transformer.wte.weight]
-    storages = {each.lm_head.weight.to_local().data_ptr() for each in (model, inside, after)}
-    return [*facts, len(storages) == 3]
+        assert farthest(reference, each) < 4e-6
+        assert each.lm_head.weight is each.transformer.wte.weight
+    assert len({each.lm_head.weight.to_local().data_ptr() for each in (model, inside, after)}) == 3
 
 
-def test_copies_of_a_constructed_model_are_models_of_their_own() -> None:
-    assert run_ranks(facts_of_copies, 2) == [[True] * 7] * 2
-
-
-def moved_models() -> list[str]:
+@on_ranks(1, 2)
+def test_a_moved_model_is_still_that_of_its_own_ranks_and_configuration() -> None:
     """Two models under Init, each given to `shard_model` after it was moved, which drops parameters' attributes."""
-    models = []
+    models = {}
     for stage in (1, 3):
         with hf_zero.Init({"stage": stage, "timeout_s": 20.0}):
-            models.append(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    found = []
-    for model in models:
+            models[stage] = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for stage, model in models.items():
         for param in model.parameters():
             vars(param).clear()
-        found.append(str(hf_zero.shard_model(model.to("cpu")).world.config.stage))
-    return found
+        assert hf_zero.shard_model(model.to("cpu")).world.config.stage == stage
 
 
-def test_a_moved_model_is_still_that_of_its_own_ranks_and_configuration() -> None:
-    for num_ranks in (1, 2):
-        assert all(found == ["1", "3"] for found in run_ranks(moved_models, num_ranks))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@on_ranks(2, stage=[1, 3])
 def test_parts_of_a_loaded_model_and_its_forward_can_be_called_first(stage: int) -> None:
     """As libraries do that put a model into one of their own."""
     plain = make_model(CASES["bert"]).eval()

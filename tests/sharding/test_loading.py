@@ -27,17 +27,16 @@ import hf_zero
 from hf_zero.sharding import loading
 from hf_zero.sharding.init import activate
 from hf_zero.sharding.loading import checkpoint_shapes, keeps_rows, names_to_read_whole
+from hf_zero.torch_compat import local_of
+from tests.engine.twins import STAGES
 from tests.models import CASES, VOCAB, make_model
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sharding.test_construct import (
     STAGE_3,
     LiveBytes,
-    Problems,
     clip,
-    collect,
     differences,
     dinov2,
-    local_of,
     mamba,
     own_rows,
     wav2vec2,
@@ -231,37 +230,42 @@ def activated(config: dict[str, Any]) -> Iterator[None]:
         hf_zero.undo()
 
 
-def problems_of_loads(root: str, is_activated: bool) -> Problems:
-    """Runs on a rank: every load with and without hf_zero."""
-    problems: Problems = {}
-    for name, load in LOADS.items():
-
-        def check(load: Load = load) -> list[str]:
-            torch.manual_seed(11)
-            reference, after = load(root), torch.get_rng_state()
-            torch.manual_seed(11 if is_activated or dist.get_rank() == 0 else 12)
-            before = torch.get_rng_state()
-            with activated(STAGE_3) if is_activated else hf_zero.Init(STAGE_3):
-                model = load(root)
-            goes_on = is_activated or dist.get_rank() == 0
-            found = differences(reference, model)
-            if not torch.equal(torch.get_rng_state(), after if goes_on else before):
-                found.append("another random state afterwards")
-            if model.training is not reference.training:
-                found.append("another mode")
-            return found
-
-        collect(problems, name, check)
-    return problems
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "is_activated"),
-    [(2, False), (3, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, True), (3, False)))],
-)
-def test_loaded_model_has_the_bits_of_the_unsharded_one(checkpoints: str, num_ranks: int, is_activated: bool) -> None:
+def check_load(name: str, is_activated: bool, root: str) -> None:
     """Ranks with different seeds (under `Init`) get the fresh heads of rank 0."""
-    assert run_ranks(problems_of_loads, num_ranks, checkpoints, is_activated) == [{}] * num_ranks
+    load = LOADS[name]
+    torch.manual_seed(11)
+    reference, after = load(root), torch.get_rng_state()
+    torch.manual_seed(11 if is_activated or dist.get_rank() == 0 else 12)
+    before = torch.get_rng_state()
+    with activated(STAGE_3) if is_activated else hf_zero.Init(STAGE_3):
+        model = load(root)
+    assert differences(reference, model) == []
+    goes_on = is_activated or dist.get_rank() == 0
+    assert torch.equal(torch.get_rng_state(), after if goes_on else before)
+    assert model.training is reference.training
+
+
+@on_ranks(2, name=list(LOADS))
+def test_loaded_model_has_the_bits_of_the_unsharded_one(name: str, checkpoints: str) -> None:
+    check_load(name, False, checkpoints)
+
+
+@on_ranks(3, name=list(LOADS))
+def test_loaded_model_has_the_bits_of_the_unsharded_one_in_a_whole_program(name: str, checkpoints: str) -> None:
+    check_load(name, True, checkpoints)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "is_activated"), [(2, True), (3, False)])
+def test_loaded_model_has_the_bits_of_the_unsharded_one_on_other_ranks(
+    num_ranks: int, is_activated: bool, checkpoints: str
+) -> None:
+    run_ranks(check_loads, num_ranks, is_activated, checkpoints, timeout_s=300)
+
+
+def check_loads(is_activated: bool, root: str) -> None:
+    for name in LOADS:
+        check_load(name, is_activated, root)
 
 
 # --- what is read ---------------------------------------------------------------------------------------------------
@@ -330,25 +334,22 @@ def test_each_rank_reads_its_rows_only(checkpoints: str, num_ranks: int) -> None
         assert all(counts["a rank without an expert"][0] > counts["experts"][1] / 8 for counts in by_rank)
 
 
-def memory_of_loading(root: str) -> list[int]:
-    """Runs on a rank: the bytes of a bigger model and of its largest parameter, own bytes, peak and end of loading."""
-    with LiveBytes() as live, window_of(1), hf_zero.Init(STAGE_3):
-        model = transformers.LlamaForCausalLM.from_pretrained(root)
-    own = sum(local_of(param).nbytes for param in model.parameters())
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    sizes = [4 * param.numel() for param in model.parameters()]
-    return [sum(sizes), max(sizes), own + buffers, live.peak, live.now]
-
-
+@on_ranks(2)
 def test_loading_holds_the_rows_and_little_more(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    for total, largest, own, peak, end in run_ranks(memory_of_loading, 2, str(tmp_path)):
-        assert own < 0.51 * total
-        assert end <= own + 1024
-        assert peak <= own + largest
+    if dist.get_rank() == 0:
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    dist.barrier()
+    with LiveBytes() as live, window_of(1), hf_zero.Init(STAGE_3):
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    own = sum(local_of(param).nbytes for param in model.parameters())
+    own += sum(buffer.nbytes for buffer in model.buffers())
+    sizes = [4 * param.numel() for param in model.parameters()]
+    assert own < 0.51 * sum(sizes)
+    assert live.now <= own + 1024
+    assert live.peak <= own + max(sizes)
 
 
 # --- which tensors are read whole -----------------------------------------------------------------------------------
@@ -412,38 +413,43 @@ def test_keeps_rows_knows_which_conversions_mix_rows() -> None:
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def load_badly(root: str, kind: str) -> None:
-    """Runs on a rank: a load that must fail there as on every other rank, then one that works."""
-    rank = dist.get_rank()
+BAD_LOADS = {
+    "mismatch": ("RuntimeError", "mismatch"),
+    "one more row": ("RuntimeError", "mismatch"),
+    "device_map": ("PartitionError", "device_map"),
+    "device_map on one rank": ("PartitionError", "rank 1: device_map"),
+    "quantised": ("PartitionError", "quantised"),
+    "broken file on one rank": ("PartitionError", "rank 1: .*input/output error"),
+}
+
+
+@on_ranks(2, kind=list(BAD_LOADS))
+def test_a_load_that_fails_fails_on_all_ranks(kind: str, checkpoints: str) -> None:
+    rank, (type_name, message) = dist.get_rank(), BAD_LOADS[kind]
     options: dict[str, Any] = {}
-    folder = f"{root}/llama"
+    folder, cls = f"{checkpoints}/llama", transformers.LlamaForCausalLM
     if kind == "mismatch":
         options = {"vocab_size": VOCAB + 1}
     elif kind == "one more row":
-        folder, options = f"{root}/bert", {"num_labels": 4}
+        folder, cls, options = f"{checkpoints}/bert", transformers.BertForSequenceClassification, {"num_labels": 4}
     elif kind == "device_map":
         options = {"device_map": {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.layers": "cpu", "": "disk"}}
     elif kind == "device_map on one rank":
         options = {"device_map": "meta" if rank == 1 else None}
     elif kind == "quantised":
         options = {"quantization_config": transformers.FineGrainedFP8Config()}
-    cls = transformers.BertForSequenceClassification if "bert" in folder else transformers.LlamaForCausalLM
     with contextlib.ExitStack() as stack:
         if kind == "quantised":
             stack.enter_context(quantisers_run_anywhere())
         if kind == "broken file on one rank" and rank == 1:
             stack.enter_context(mock.patch("transformers.modeling_utils.safe_open", broken_open))
-        try:
-            with hf_zero.Init(STAGE_3):
-                cls.from_pretrained(folder, **options)
-        except Exception as error:
-            stack.close()
-            state = (torch.get_default_dtype(), "HF_DEACTIVATE_ASYNC_LOAD" in os.environ)
-            assert state == (torch.float32, False)
-            with hf_zero.Init(STAGE_3):
-                transformers.LlamaForCausalLM.from_pretrained(f"{root}/llama")
-            raise error
-    raise AssertionError("was loaded")
+        caught = stack.enter_context(pytest.raises(Exception, match=re.compile(message, re.DOTALL)))
+        with hf_zero.Init(STAGE_3):
+            cls.from_pretrained(folder, **options)
+    assert type(caught.value).__name__ == type_name, caught.value
+    assert (torch.get_default_dtype(), "HF_DEACTIVATE_ASYNC_LOAD" in os.environ) == (torch.float32, False)
+    with hf_zero.Init(STAGE_3):
+        transformers.LlamaForCausalLM.from_pretrained(f"{checkpoints}/llama")
 
 
 def broken_open(*args: Any, **kwargs: Any) -> None:
@@ -463,47 +469,28 @@ def quantisers_run_anywhere() -> Iterator[None]:
         yield
 
 
-BAD_LOADS = {
-    "mismatch": ("RuntimeError", "mismatch"),
-    "one more row": ("RuntimeError", "mismatch"),
-    "device_map": ("PartitionError", "device_map"),
-    "device_map on one rank": ("PartitionError", "rank 1: device_map"),
-    "quantised": ("PartitionError", "quantised"),
-    "broken file on one rank": ("PartitionError", "rank 1: .*input/output error"),
-}
-
-
-def load_other_files(root: str, other: int) -> tuple[str, str]:
-    """Runs on a rank: the same path is a model of another width on the rank `other`, as on a host with a copy of its own."""
-    name = "other" if dist.get_rank() == other else "llama"
-    with contextlib.chdir(f"{root}/of_{name}"), hf_zero.Init(STAGE_3):
-        try:
-            transformers.LlamaForCausalLM.from_pretrained("model", vocab_size=VOCAB)
-        except (RuntimeError, hf_zero.PartitionError) as error:
-            return type(error).__name__, str(error)
-    return "", ""
-
-
-@pytest.mark.parametrize("other", [0, 1])
-def test_ranks_with_other_files_fail_all(checkpoints: str, tmp_path: Path, other: int) -> None:
+@pytest.fixture
+def with_other_files(checkpoints: str, tmp_path: Path) -> Path:
+    """Two folders with a folder `model`, which differ in the width of an embedding."""
     for name in ("llama", "other"):
         shutil.copytree(f"{checkpoints}/llama", tmp_path / f"of_{name}" / "model")
     file = tmp_path / "of_other" / "model" / "model.safetensors"
     state = load_file(file)
     state["model.embed_tokens.weight"] = torch.cat([state["model.embed_tokens.weight"]] * 2)
     save_file(state, file, metadata={"format": "pt"})
-    found = run_ranks(load_other_files, 2, str(tmp_path), other)
-    assert all(kind for kind, _ in found), found
+    return tmp_path
 
 
-@pytest.mark.parametrize("kind", BAD_LOADS)
-def test_a_load_that_fails_fails_on_all_ranks(checkpoints: str, kind: str) -> None:
-    type_name, message = BAD_LOADS[kind]
-    failures = run_ranks(load_badly, 2, checkpoints, kind, expect_failure=True)
-    for failure in failures:
-        assert isinstance(failure, RankFailure)
-        assert failure.type_name == type_name, failure.traceback
-        assert re.search(message, failure.message, re.DOTALL), failure.message
+@on_ranks(2, other=[0, 1])
+def test_ranks_with_other_files_fail_all(other: int, with_other_files: Path) -> None:
+    """The same path is a model of another width on the rank `other`, as on a host with a copy of its own."""
+    name = "other" if dist.get_rank() == other else "llama"
+    with (
+        contextlib.chdir(with_other_files / f"of_{name}"),
+        hf_zero.Init(STAGE_3),
+        pytest.raises((RuntimeError, hf_zero.PartitionError)),
+    ):
+        transformers.LlamaForCausalLM.from_pretrained("model", vocab_size=VOCAB)
 
 
 # --- trained afterwards ---------------------------------------------------------------------------------------------
@@ -530,79 +517,65 @@ def farthest(reference: nn.Module, model: nn.Module) -> float:
     return torch.cat(gaps).max().item()
 
 
-def problems_of_training(root: str, stage: int) -> Problems:
-    """Runs on a rank: two steps of loaded models, against the unsharded model that sees the batches of all ranks."""
-    problems: Problems = {}
+def check_training(stage: int, name: str, root: str) -> None:
+    """Two steps of a loaded model, against the unsharded model that sees the batches of all ranks."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    for name in ("llama", "gpt2", "t5", "bert", "vit", "mixtral"):
-
-        def check(name: str = name) -> list[str]:
-            cls = type(make_model(CASES[name]))
-            reference = cls.from_pretrained(f"{root}/{name}").train()
-            with hf_zero.Init({"stage": stage, "timeout_s": 20}):
-                model = cls.from_pretrained(f"{root}/{name}")
-            losses = train(model.train(), name, [rank])
-            wanted = train(reference, name, list(range(num_ranks)))[rank::num_ranks]
-            gap = farthest(reference, model)
-            # As in test_parity: some units in the last place for another order of additions.
-            is_near = gap < 4e-6 and max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < 2e-6
-            return [] if is_near and losses[0] != losses[1] else [f"weights {gap}, losses {losses} {wanted}"]
-
-        collect(problems, name, check)
-    return problems
+    cls = type(make_model(CASES[name]))
+    reference = cls.from_pretrained(f"{root}/{name}").train()
+    with hf_zero.Init({"stage": stage, "timeout_s": 20}):
+        model = cls.from_pretrained(f"{root}/{name}")
+    losses = train(model.train(), name, [rank])
+    wanted = train(reference, name, list(range(num_ranks)))[rank::num_ranks]
+    # As in test_parity: some units in the last place for another order of additions.
+    assert farthest(reference, model) < 4e-6
+    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < 2e-6
+    assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
-def test_loaded_model_trains_as_the_unsharded_one(checkpoints: str, num_ranks: int, stage: int) -> None:
-    assert run_ranks(problems_of_training, num_ranks, checkpoints, stage) == [{}] * num_ranks
+NAMES = ("llama", "gpt2", "t5", "bert", "vit", "mixtral")
 
 
-def facts_of_masters(root: str) -> list[Any]:
-    """Runs on a rank: a bf16 checkpoint trained with fp32 masters; dtypes at rest, inside a forward, after a step."""
+@on_ranks(2, stage=STAGES, name=NAMES)
+def test_loaded_model_trains_as_the_unsharded_one(stage: int, name: str, checkpoints: str) -> None:
+    check_training(stage, name, checkpoints)
+
+
+@on_ranks(3, name=NAMES)
+def test_loaded_model_trains_as_the_unsharded_one_on_three_ranks(name: str, checkpoints: str) -> None:
+    check_training(3, name, checkpoints)
+
+
+@on_ranks(2)
+def test_bf16_checkpoint_has_fp32_masters_and_computes_in_bf16(checkpoints: str) -> None:
     with hf_zero.Init({"stage": 3}):
-        model = transformers.LlamaForCausalLM.from_pretrained(f"{root}/llama_bf16", dtype="auto")
-        frozen = transformers.LlamaForCausalLM.from_pretrained(f"{root}/llama_bf16", dtype="auto")
+        model = transformers.LlamaForCausalLM.from_pretrained(f"{checkpoints}/llama_bf16", dtype="auto")
     seen = []
     model.lm_head.register_forward_pre_hook(lambda module, args: seen.append((module.weight.dtype, args[0].dtype)))
-    at_rest = {param.dtype for param in model.parameters()}
-    reference = transformers.LlamaForCausalLM.from_pretrained(f"{root}/llama_bf16", dtype=torch.float32)
-    is_equal = farthest(reference, model) == 0
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    reference = transformers.LlamaForCausalLM.from_pretrained(f"{checkpoints}/llama_bf16", dtype=torch.float32)
+    assert farthest(reference, model) == 0
     train(model, "llama", [dist.get_rank()], 1)
-    step = farthest(reference, model)
-    frozen.requires_grad_(False)
-    return [at_rest, is_equal, seen, 0 < step < 0.02, {param.dtype for param in frozen.parameters()}]
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert 0 < farthest(reference, model) < 0.02
 
 
-def test_bf16_checkpoint_has_fp32_masters_and_computes_in_bf16(checkpoints: str) -> None:
-    for at_rest, is_equal, seen, has_stepped, _ in run_ranks(facts_of_masters, 2, checkpoints):
-        assert at_rest == {torch.float32}
-        assert is_equal
-        assert seen == [(torch.bfloat16, torch.bfloat16)]
-        assert has_stepped
-
-
-def copies_and_originals(root: str) -> list[bool]:
-    """Runs on a rank: a copy of a loaded model trains by itself, before and after the original has its engine."""
-    facts = []
-    with hf_zero.Init({"stage": 3, "timeout_s": 20}):
-        model = transformers.LlamaForCausalLM.from_pretrained(f"{root}/llama")
-    reference = transformers.LlamaForCausalLM.from_pretrained(f"{root}/llama")
-    ranks = list(range(dist.get_world_size()))
-    early = copy.deepcopy(model)
-    train(model, "llama", [dist.get_rank()])
-    facts.append(farthest(reference, early) == 0)
-    late = copy.deepcopy(model)
-    train(early, "llama", [dist.get_rank()])
-    facts.append(farthest(early, model) == 0)
-    train(reference, "llama", ranks)
-    facts.append(farthest(reference, model) < 1e-6)
-    train(late, "llama", [dist.get_rank()])
-    train(reference, "llama", ranks)
-    facts += [farthest(reference, late) < 1e-6, farthest(reference, model) > 1e-3]
-    engines = [hf_zero.engine_of(each) for each in (model, early, late)]
-    facts.append(len(set(map(id, engines))) == 3 and None not in engines)
-    return facts
-
-
+@on_ranks(2)
 def test_a_copy_of_a_loaded_model_is_a_model_of_its_own(checkpoints: str) -> None:
-    assert run_ranks(copies_and_originals, 2, checkpoints) == [[True] * 6] * 2
+    """It trains by itself, before and after the original has its engine."""
+    with hf_zero.Init({"stage": 3, "timeout_s": 20}):
+        model = transformers.LlamaForCausalLM.from_pretrained(f"{checkpoints}/llama")
+    reference = transformers.LlamaForCausalLM.from_pretrained(f"{checkpoints}/llama")
+    own, ranks = [dist.get_rank()], list(range(dist.get_world_size()))
+    early = copy.deepcopy(model)
+    train(model, "llama", own)
+    assert farthest(reference, early) == 0
+    late = copy.deepcopy(model)
+    train(early, "llama", own)
+    assert farthest(early, model) == 0
+    train(reference, "llama", ranks)
+    assert farthest(reference, model) < 1e-6
+    train(late, "llama", own)
+    train(reference, "llama", ranks)
+    assert farthest(reference, late) < 1e-6 and farthest(reference, model) > 1e-3
+    engines = [hf_zero.engine_of(each) for each in (model, early, late)]
+    assert len(set(map(id, engines))) == 3 and None not in engines

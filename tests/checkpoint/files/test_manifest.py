@@ -23,9 +23,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.integrations.trainer.checkpoint import step_of
 from hf_zero.torch_compat import local_of
 from tests.checkpoint.runs import make_trainer
-from tests.integrations.trainer.test_trainer import (
-    undone,
-)
+from tests.integrations.trainer.runs import undone
 from tests.ranks import run_ranks
 
 

@@ -19,11 +19,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.engine import engine_of
 from tests.checkpoint.files.test_windows import small_windows
 from tests.checkpoint.runs import make_trainer
-from tests.integrations.trainer.test_checkpoint import mixtral
-from tests.integrations.trainer.test_trainer import (
-    loaded,
-    undone,
-)
+from tests.integrations.trainer.runs import loaded, mixtral, undone
 from tests.ranks import run_ranks
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_zero as zero
 from tests.models import CASES, make_model
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def _model(is_late: bool, **config: Any) -> Any:
@@ -25,33 +24,26 @@ def _model(is_late: bool, **config: Any) -> Any:
     return model
 
 
-def _save_and_read(folder: str, is_late: bool) -> list[bool]:
+@on_ranks(3, is_late=[False, True])
+def test_all_ranks_call_and_one_writes(is_late: bool, tmp_path: Path) -> None:
     """Each rank reads at once what it has saved, several times, with other values each time."""
-    model, found = _model(is_late), []
+    model, folder = _model(is_late), tmp_path / f"model{is_late}"
     for number in range(4):
         with torch.no_grad():
             model.lm_head.weight.fill_(number)
         model.save_pretrained(folder)
         read = AutoModelForCausalLM.from_pretrained(folder)
-        found.append(bool((read.lm_head.weight == number).all()))
+        assert (read.lm_head.weight == number).all(), number
         dist.barrier()  # before the next one is written
-    return found
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_all_ranks_call_and_one_writes(tmp_path: Path, is_late: bool) -> None:
-    assert run_ranks(_save_and_read, 3, str(tmp_path / "model"), is_late) == [[True] * 4] * 3
-
-
-def _save_alone(folder: str) -> None:
+@on_ranks(2)
+def test_rank_0_saves_alone_as_under_ddp(tmp_path: Path) -> None:
     model = _model(False)
     if dist.get_rank() == 0:
-        model.save_pretrained(folder)
+        model.save_pretrained(tmp_path / "model")
     model(**CASES["llama"].batch(0, dist.get_rank())).loss.backward()  # the ranks are in step
-
-
-def test_rank_0_saves_alone_as_under_ddp(tmp_path: Path) -> None:
-    run_ranks(_save_alone, 2, str(tmp_path / "model"))
+    dist.barrier()
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
+from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -23,8 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import hf_zero as zero
+from tests.engine.twins import STAGES, whole
+from tests.integrations.refusals import refused
 from tests.models import CASES, LENGTH, VOCAB, make_model
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import alone, on_ranks
 
 CASE = CASES["llama"]
 NUM_ROWS, BATCH, RANKS = 24, 2, 2
@@ -189,27 +192,25 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: "-".join(str(value) for value in vars(loop).values()))
+@on_ranks(RANKS, loop=LOOPS)
 def test_loop_equals_one_process(loop: Loop) -> None:
-    wanted = run_alone(oracle, loop)
-    for found in run_ranks(train, RANKS, loop):
-        compare(found, wanted)
+    compare(train(loop), oracle(loop))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(RANKS, stage=[1, 3])
 def test_bf16_is_close_to_one_process_in_fp32(stage: int) -> None:
     loop = Loop(stage=stage, mixed_precision="bf16")
-    wanted = run_alone(oracle, loop)
-    for found in run_ranks(train, RANKS, loop):
-        compare(found, wanted, tolerance=1e-2, weight_tolerance=None)
-        assert {value.dtype for value in found.weights.values()} == {torch.float32}
-        assert found.losses != wanted.losses
+    found, wanted = train(loop), oracle(loop)
+    compare(found, wanted, tolerance=1e-2, weight_tolerance=None)
+    assert {value.dtype for value in found.weights.values()} == {torch.float32}
+    assert found.losses != wanted.losses
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(RANKS, stage=[0, 2, 3])
 def test_saved_model_is_what_the_ranks_hold(stage: int, tmp_path: Path) -> None:
-    found = run_ranks(train, RANKS, Loop(stage=stage), str(tmp_path))[0]
-    saved = load_file(tmp_path / "model.safetensors")
+    found = train(Loop(stage=stage), str(tmp_path / f"stage{stage}"))
+    dist.barrier()
+    saved = load_file(tmp_path / f"stage{stage}" / "model.safetensors")
     assert saved.keys() == found.weights.keys()
     assert all(torch.equal(saved[name], value) for name, value in found.weights.items())
     make_model(CASE).load_state_dict(saved)
@@ -218,35 +219,25 @@ def test_saved_model_is_what_the_ranks_hold(stage: int, tmp_path: Path) -> None:
 # ---- parts of a loop ------------------------------------------------------------------------------------------------
 
 
-def sync_by_hand(stage: int) -> list[Tensor]:
-    """Two micro-batches, the first within no_sync, the second outside."""
-    loop = Loop(stage=stage)
-    accelerator = make_accelerator(loop)
-    model, optimizer, _ = make_parts(loop)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for micro in range(2):
-        batch = CASE.batch(0, dist.get_rank(), micro)
-        if micro == 0:
-            with accelerator.no_sync(model):
-                accelerator.backward(CASE.loss(model, batch))
-        else:
-            accelerator.backward(CASE.loss(model, batch))
-    params = list(model.parameters())
-    return [param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad.clone() for param in params]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(RANKS, stage=STAGES)
 def test_no_sync_accumulates(stage: int) -> None:
-    model = make_model(CASE)
+    """Two micro-batches, the first within no_sync, the second outside."""
+    accelerator = make_accelerator(Loop(stage=stage))
+    model, optimizer, _ = make_parts(Loop(stage=stage))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with accelerator.no_sync(model):
+        accelerator.backward(CASE.loss(model, CASE.batch(0, dist.get_rank(), 0)))
+    accelerator.backward(CASE.loss(model, CASE.batch(0, dist.get_rank(), 1)))
+    reference = make_model(CASE)
     for rank in range(RANKS):
         for micro in range(2):
-            (CASE.loss(model, CASE.batch(0, rank, micro)) / RANKS).backward()
-    for found in run_ranks(sync_by_hand, RANKS, stage):
-        for grad, param in zip(found, model.parameters(), strict=True):
-            torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-7)
+            (CASE.loss(reference, CASE.batch(0, rank, micro)) / RANKS).backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), expected.grad, rtol=1e-5, atol=1e-7)
 
 
-def prepare_a_teacher() -> dict[str, bool]:
+@on_ranks(RANKS)
+def test_models_without_trainable_parameters_are_left_alone() -> None:
     accelerator = make_accelerator(Loop())
     teacher = make_model(CASE).requires_grad_(False)
     evaluated, (model, optimizer, _) = make_model(CASE), make_parts(Loop())
@@ -255,137 +246,86 @@ def prepare_a_teacher() -> dict[str, bool]:
     batch = CASE.batch(0, dist.get_rank())
     accelerator.backward(CASE.loss(model, batch) + 0 * CASE.loss(teacher, batch))
     optimizer.step()
-    whole = accelerator.get_state_dict(teacher)
-    return {
-        "teacher_is_left_alone": zero.engine_of(teacher) is None and is_plain(teacher),
-        "evaluated_is_left_alone": zero.engine_of(evaluated) is None and is_plain(evaluated),
-        "model_is_cut": not is_plain(model),
-        "state": all(torch.equal(whole[name], value) for name, value in teacher.state_dict().items()),
-    }
+    assert zero.engine_of(teacher) is None and is_plain(teacher)
+    assert zero.engine_of(evaluated) is None and is_plain(evaluated)
+    assert not is_plain(model)
+    state = accelerator.get_state_dict(teacher)
+    assert all(torch.equal(state[name], value) for name, value in teacher.state_dict().items())
 
 
 def is_plain(model: nn.Module) -> bool:
     return not any(isinstance(param, DTensor) for param in model.parameters())
 
 
-def test_models_without_trainable_parameters_are_left_alone() -> None:
-    for found in run_ranks(prepare_a_teacher, RANKS):
-        assert all(found.values()), found
-
-
-def two_models() -> list[bool]:
+@on_ranks(RANKS)
+def test_each_optimizer_follows_its_own_model() -> None:
     """Two models and two optimizers, as in adversarial training."""
     accelerator = make_accelerator(Loop(stage=2))
     pairs = [make_parts(Loop())[:2] for _ in range(2)]
     (first, second), (first_optimizer, second_optimizer) = zip(*pairs, strict=True)
     prepared = accelerator.prepare(first_optimizer, first, second, second_optimizer)
     first_optimizer, first, second, second_optimizer = prepared
-    batch = CASE.batch(0, dist.get_rank())
     before = [{n: v.clone() for n, v in accelerator.get_state_dict(m).items()} for m in (first, second)]
-    accelerator.backward(CASE.loss(first, batch))
+    accelerator.backward(CASE.loss(first, CASE.batch(0, dist.get_rank())))
     first_optimizer.step()
-    after = [accelerator.get_state_dict(model) for model in (first, second)]
-    return [
-        all(torch.equal(new[name], value) for name, value in old.items())
-        for old, new in zip(before, after, strict=True)
-    ]
+    for model, old, stays in zip((first, second), before, (False, True), strict=True):
+        new = accelerator.get_state_dict(model)
+        assert all(torch.equal(new[name], value) for name, value in old.items()) is stays
 
 
-def test_each_optimizer_follows_its_own_model() -> None:
-    for found in run_ranks(two_models, RANKS):
-        assert found == [False, True]
-
-
-def accelerate_by_variable(path: str) -> tuple[int, str, bool]:
-    os.environ["HF_ZERO_CONFIG"] = path
+@on_ranks(RANKS)
+def test_the_variable_names_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / f"zero{dist.get_rank()}.yaml"
+    path.write_text("stage: 2\ncollectives: pairwise\n")
+    os.environ["HF_ZERO_CONFIG"] = str(path)
     accelerator = zero.ZeroAccelerator(mixed_precision="bf16")
     model = accelerator.prepare(make_model(CASE))
-    engine = zero.engine_of(model)
-    assert engine is not None
-    return engine.world.config.stage, engine.world.config.compute_dtype, is_plain(model)
-
-
-def test_the_variable_names_the_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "zero.yaml"
-    path.write_text("stage: 2\ncollectives: pairwise\n")
-    assert run_ranks(accelerate_by_variable, RANKS, str(path)) == [(2, "bfloat16", False)] * RANKS
+    config = zero.engine_of(model).world.config
+    assert (config.stage, config.compute_dtype, is_plain(model)) == (2, "bfloat16", False)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def refused(call: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def refuse_all() -> dict[str, tuple[str, str]]:
+@on_ranks(RANKS)
+def test_refusals_are_errors_on_all_ranks() -> None:
     accelerator = make_accelerator(Loop())
     model, optimizer, _ = make_parts(Loop())
     _, strange, _ = make_parts(Loop())
-    errors = {"strange_optimizer": refused(lambda: accelerator.prepare(model, strange))}
+    refused(lambda: accelerator.prepare(model, strange), "PartitionError", "belongs to no prepared model")
     accelerator.prepare(model, optimizer)
     CASE.loss(model, CASE.batch(0, dist.get_rank())).backward()
-    errors["mistake"] = refused(lambda: zero.ZeroPlugin(stage=4))
-    plugin = zero.ZeroPlugin(stage=1)
-    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
-    errors["comm_hook"] = refused(lambda: zero.ZeroAccelerator(zero_plugin=plugin, kwargs_handlers=[hook]))
-    return errors
-
-
-def test_refusals_are_errors_on_all_ranks() -> None:
-    first, second = run_ranks(refuse_all, RANKS)
-    assert first == second
-    words = {
-        "strange_optimizer": ("PartitionError", "belongs to no prepared model"),
-        "mistake": ("ConfigError", "stage"),
-        "comm_hook": ("ConfigError", "comm_hook='bf16' of DistributedDataParallelKwargs belongs to DDP"),
+    refused(lambda: zero.ZeroPlugin(stage=4), "ConfigError", "stage")
+    given = {
+        "zero_plugin": zero.ZeroPlugin(stage=1),
+        "kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)],
     }
-    assert first.keys() == words.keys()
-    for name, (kind, text) in words.items():
-        assert first[name][0] == kind, (name, first[name])
-        assert text in first[name][1], (name, first[name])
+    text = "comm_hook='bf16' of DistributedDataParallelKwargs belongs to DDP"
+    refused(lambda: zero.ZeroAccelerator(**given), "ConfigError", text)
 
 
-def options_of_ddp() -> list[bool]:
-    options: list[list[Any]] = [
-        [],
-        [DistributedDataParallelKwargs()],
-        [DistributedDataParallelKwargs(broadcast_buffers=False)],
-    ]
-    found = []
-    for handlers in options:
+@on_ranks(RANKS)
+def test_buffers_are_broadcast_unless_ddps_options_say_not_to() -> None:
+    no_buffers = DistributedDataParallelKwargs(broadcast_buffers=False)
+    for handlers, is_on in (([], True), ([DistributedDataParallelKwargs()], True), ([no_buffers], False)):
         accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=1), kwargs_handlers=handlers)
         model = accelerator.prepare(make_model(CASE))
-        found.append(zero.engine_of(model).world.config.broadcast_buffers)  # type: ignore[union-attr]
-    return found
+        assert zero.engine_of(model).world.config.broadcast_buffers is is_on
 
 
-def test_buffers_are_broadcast_unless_ddps_options_say_not_to() -> None:
-    assert run_ranks(options_of_ddp, RANKS) == [[True, True, False]] * RANKS
-
-
-def clip_by_the_largest() -> list[float]:
+@on_ranks(RANKS)
+def test_infinite_norm_is_that_of_all_rows_on_every_rank() -> None:
     accelerator = make_accelerator(Loop())
     model, optimizer, _ = make_parts(Loop())
     model, optimizer = accelerator.prepare(model, optimizer)
     CASE.loss(model, CASE.batch(0, dist.get_rank())).backward()
 
     def largest() -> float:
-        return max(p.grad.detach().full_tensor().abs().max().item() for p in model.parameters() if p.grad is not None)
+        return max(whole(p.grad).abs().max().item() for p in model.parameters() if p.grad is not None)
 
     before = largest()
-    norm = accelerator.clip_grad_norm_(model.parameters(), before / 2, float("inf"))
-    return [before, norm.item(), 2 * largest()]
-
-
-def test_infinite_norm_is_that_of_all_rows_on_every_rank() -> None:
-    for before, norm, after in run_ranks(clip_by_the_largest, RANKS):
-        assert norm == before
-        assert after == pytest.approx(before, rel=1e-4)
+    assert accelerator.clip_grad_norm_(model.parameters(), before / 2, float("inf")).item() == before
+    assert 2 * largest() == pytest.approx(before, rel=1e-4)
 
 
 def train_alone_with_accelerate(is_ours: bool) -> list[float]:
@@ -407,24 +347,11 @@ def train_alone_with_accelerate(is_ours: bool) -> list[float]:
     return losses
 
 
+@alone()
 def test_one_process_trains_as_under_a_plain_accelerator() -> None:
-    assert run_alone(train_alone_with_accelerate, True) == run_alone(train_alone_with_accelerate, False)
-
-
-def train_locally(stage: int) -> dict[str, Tensor] | str:
-    accelerator = make_accelerator(Loop(stage=stage))
-    model = make_model(CASE)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    try:
-        with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
-            for step in range(4):
-                accelerator.backward(CASE.loss(model, CASE.batch(step, accelerator.process_index)))
-                optimizer.step()
-                optimizer.zero_grad()
-                local.step()
-    except zero.UsageError as error:
-        return str(error)
-    return {name: param.detach() for name, param in model.named_parameters()}
+    ours = train_alone_with_accelerate(True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert ours == train_alone_with_accelerate(False)
 
 
 def average_locally() -> dict[str, Tensor]:
@@ -443,10 +370,19 @@ def average_locally() -> dict[str, Tensor]:
     return {name: param.detach() for name, param in models[0].named_parameters()}
 
 
-def test_local_sgd_is_that_of_plain_where_nothing_is_partitioned_and_an_error_elsewhere() -> None:
-    wanted = run_alone(average_locally)
-    for found in run_ranks(train_locally, RANKS, 0):
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, msg=name)
-    for stage in (1, 3):
-        assert all("use stage 0, or gradient accumulation" in text for text in run_ranks(train_locally, RANKS, stage))
+@on_ranks(RANKS, stage=[0, 1, 3])
+def test_local_sgd_is_that_of_plain_where_nothing_is_partitioned_and_an_error_elsewhere(stage: int) -> None:
+    accelerator = make_accelerator(Loop(stage=stage))
+    model = make_model(CASE)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    refused = pytest.raises(zero.UsageError, match="use stage 0, or gradient accumulation")
+    with refused if stage else nullcontext(), LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for step in range(4):
+            accelerator.backward(CASE.loss(model, CASE.batch(step, accelerator.process_index)))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    if stage == 0:
+        wanted = average_locally()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.detach(), wanted[name], msg=name)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import math
 import os
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.errors import CheckpointError
+from tests.engine.twins import STAGES
+from tests.integrations.refusals import refused
 from tests.models import CASES, make_model
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import alone, on_ranks
 
 CASE = CASES["llama"]
 NUM_STEPS, RANKS, MAX_NORM = 12, 2, 0.5
@@ -55,13 +57,6 @@ def run(accelerator: Any, model: Any, optimizer: Any, steps: range) -> Facts:
     return facts
 
 
-def train(stage: int) -> tuple[Facts, dict[str, Tensor]]:
-    accelerator, model, optimizer = make(stage)
-    assert accelerator.mixed_precision == "fp16"
-    facts = run(accelerator, model, optimizer, range(NUM_STEPS))
-    return facts, accelerator.get_state_dict(model)
-
-
 def oracle() -> tuple[list[Facts], dict[str, Tensor]]:
     model, facts = make_model(CASE), [[] for _ in range(RANKS)]
     worker, optimizer = copy.deepcopy(model), make_optimizer(model)
@@ -91,78 +86,63 @@ def oracle() -> tuple[list[Facts], dict[str, Tensor]]:
     return facts, {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(RANKS, stage=STAGES)
 def test_scale_losses_and_weights_are_those_of_one_process(stage: int) -> None:
-    wanted, weights = run_alone(oracle)
-    for rank, (facts, found) in enumerate(run_ranks(train, RANKS, stage)):
-        for (scale, loss, skipped), (scale2, loss2, skipped2) in zip(facts, wanted[rank], strict=True):
-            # The norm that clips is added up in another order: the last bit of float32, seldom one of float16.
-            assert (scale, skipped) == (scale2, skipped2)
-            assert loss == pytest.approx(loss2, rel=1e-3, nan_ok=True)
-        assert [step for step, (_, _, skipped) in enumerate(facts) if skipped] >= [3, 8]
-        for name, value in weights.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3, msg=name)
+    wanted, weights = oracle()
+    accelerator, model, optimizer = make(stage)
+    assert accelerator.mixed_precision == "fp16"
+    facts = run(accelerator, model, optimizer, range(NUM_STEPS))
+    for (scale, loss, skipped), (scale2, loss2, skipped2) in zip(facts, wanted[dist.get_rank()], strict=True):
+        # The norm that clips is added up in another order: the last bit of float32, seldom one of float16.
+        assert (scale, skipped) == (scale2, skipped2)
+        assert loss == pytest.approx(loss2, rel=1e-3, nan_ok=True)
+    assert [step for step, (_, _, skipped) in enumerate(facts) if skipped] >= [3, 8]
+    found = accelerator.get_state_dict(model)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3, msg=name)
 
 
-def save_and_go_on(folder: str) -> tuple[Facts, Facts]:
+@on_ranks(RANKS)
+def test_scale_is_in_checkpoints(tmp_path: Path) -> None:
     accelerator, model, optimizer = make(3)
     run(accelerator, model, optimizer, range(5))
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path / "state")
     rest = run(accelerator, model, optimizer, range(5, NUM_STEPS))
     again = make(3)
-    again[0].load_state(folder)
-    return rest, run(*again, range(5, NUM_STEPS))
+    again[0].load_state(tmp_path / "state")
+    for (scale, loss, skipped), (scale2, loss2, skipped2) in zip(rest, run(*again, range(5, NUM_STEPS)), strict=True):
+        assert (scale, skipped) == (scale2, skipped2)
+        assert loss == loss2 or (math.isinf(loss) and math.isinf(loss2))
 
 
-def test_scale_is_in_checkpoints(tmp_path: Any) -> None:
-    for rest, again in run_ranks(save_and_go_on, RANKS, str(tmp_path / "state")):
-        assert [(scale, skipped) for scale, _, skipped in again] == [(scale, skipped) for scale, _, skipped in rest]
-        losses = [(left, right) for (_, left, _), (_, right, _) in zip(rest, again, strict=True)]
-        assert all(left == right or (math.isinf(left) and math.isinf(right)) for left, right in losses)
-
-
-def load_what_has_no_scale(folder: str) -> str:
+@on_ranks(RANKS)
+def test_checkpoint_without_a_scale_is_named(tmp_path: Path) -> None:
     accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=3, compute_dtype="float16"))
     model = make_model(CASE)
     accelerator.prepare(model, make_optimizer(model))
     scaler, accelerator.scaler = accelerator.scaler, None
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path / "state")
     accelerator.scaler = scaler
-    with pytest.raises(CheckpointError) as caught:
-        accelerator.load_state(folder)
-    return str(caught.value)
+    texts = "scaler.pt is missing", "without loss scaling"
+    refused(lambda: accelerator.load_state(tmp_path / "state"), "CheckpointError", *texts)
 
 
-def test_checkpoint_without_a_scale_is_named(tmp_path: Any) -> None:
-    for text in run_ranks(load_what_has_no_scale, RANKS, str(tmp_path / "state")):
-        assert "scaler.pt is missing" in text and "without loss scaling" in text
-
-
-def scalers() -> list[Any]:
+@alone()
+def test_scalers_are_those_asked_for_once() -> None:
     kwargs = GradScalerKwargs(init_scale=8.0)
     plain = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=1), mixed_precision="fp16", kwargs_handlers=[kwargs])
-    errors = []
+    assert plain.scaler.get_scale() == 8.0 and type(plain.scaler).__name__ == "GradScaler"
     plugin = zero.ZeroPlugin(stage=1, loss_scale=128)
-    for options in ({"kwargs_handlers": [kwargs]}, {}):
-        with pytest.raises(zero.ConfigError) as caught:
-            bad = zero.ZeroPlugin(stage=1, compute_dtype="bfloat16") if not options else plugin
-            zero.ZeroAccelerator(zero_plugin=bad, mixed_precision="fp16", **options)
-        errors.append(str(caught.value))
-    ours = zero.ZeroAccelerator(zero_plugin=plugin, mixed_precision="fp16")
-    return [plain.scaler.get_scale(), type(plain.scaler).__name__, ours.scaler.get_scale(), errors]
+    with pytest.raises(zero.ConfigError, match="GradScalerKwargs"):
+        zero.ZeroAccelerator(zero_plugin=plugin, mixed_precision="fp16", kwargs_handlers=[kwargs])
+    with pytest.raises(zero.ConfigError, match="compute_dtype is bfloat16"):
+        half = zero.ZeroPlugin(stage=1, compute_dtype="bfloat16")
+        zero.ZeroAccelerator(zero_plugin=half, mixed_precision="fp16")
+    assert zero.ZeroAccelerator(zero_plugin=plugin, mixed_precision="fp16").scaler.get_scale() == 128.0
 
 
-def test_scalers_are_those_asked_for_once() -> None:
-    first, name, second, errors = run_alone(scalers)
-    assert (first, name, second) == (8.0, "GradScaler", 128.0)
-    assert "GradScalerKwargs" in errors[0] and "compute_dtype is bfloat16" in errors[1]
-
-
+@alone()
 def test_mixed_precision_of_the_launcher_is_not_overruled() -> None:
-    assert "mixed precision is 'bf16'" in run_alone(refused_under_bf16)
-
-
-def refused_under_bf16() -> str:
-    with mock.patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "bf16"}), pytest.raises(zero.ConfigError) as caught:
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    with pytest.raises(zero.ConfigError, match="mixed precision is 'bf16'"):
         zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(compute_dtype="float16"))
-    return str(caught.value)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 import hf_zero as zero
 from tests.integrations.adapters import METHODS, adapted
 from tests.integrations.test_peft_methods import logits, values
-from tests.integrations.trainer.test_trainer import arguments, collate, dataset, undone
+from tests.integrations.trainer.runs import arguments, collate, dataset, undone
 from tests.models import CASES, make_model
 from tests.ranks import run_alone, run_ranks
 
