@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.engine.engine import engine_of
+from hf_zero.optim.by_owners import OwnerStepping
 from hf_zero.optim.kinds import is_elementwise
 from hf_zero.optim.owners import spread
 from tests.ranks import run_alone, run_ranks
@@ -272,7 +273,10 @@ def differences(kinds: dict[str, str], stage: int, **options: Any) -> dict[str, 
         train(oracle, factory(oracle))
         train(model, ours)
         stepping = vars(ours)["_zero_stepping"]
-        found[name] = (furthest(model, oracle), "rows" if stepping.owners is None else "whole") == (0.0, where)
+        found[name] = (furthest(model, oracle), "whole" if isinstance(stepping, OwnerStepping) else "rows") == (
+            0.0,
+            where,
+        )
         held = [param for group in ours.param_groups for param in group["params"]]
         found[f"{name} holds its own"] = all(isinstance(param, DTensor) for param in held)
         found[f"{name} counts"] = getattr(ours, "num_steps", STEPS) in (STEPS, 0)
