@@ -26,7 +26,8 @@ StateOf = Callable[[DTensor, dict[Any, Any], Mapping[Any, Any]], dict[Any, Any] 
 
 STEPPING = "_zero_stepping"
 _MISSING = object()
-_NOT_SWAPPED = ("param_groups", "state", STEPPING)
+# Of an optimizer, seen to one by one, and its stepping, which is the real one's.
+NOT_SWAPPED = ("param_groups", "state", STEPPING)
 
 
 class StandIn:
@@ -102,7 +103,7 @@ class StandIn:
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         """What the optimizer has, but for its groups and states, and for a scheduler's `step`, which is of the real one."""
         for name, value in vars(self.optimizer).items():
-            if name not in _NOT_SWAPPED and not getattr(value, "_wrapped_by_lr_sched", False):
+            if name not in NOT_SWAPPED and not getattr(value, "_wrapped_by_lr_sched", False):
                 yield name, value
         for base in type(self.optimizer).__mro__:
             slots = vars(base).get("__slots__", ())
@@ -163,7 +164,7 @@ class StandIn:
         there = vars(self.stand_in)
         for name in [*there, *(name for name in self._given if name not in there)]:
             value = getattr(self.stand_in, name, _MISSING)
-            if name not in _NOT_SWAPPED and value is not _MISSING and self._given.get(name, _MISSING) is not value:
+            if name not in NOT_SWAPPED and value is not _MISSING and self._given.get(name, _MISSING) is not value:
                 setattr(self.optimizer, name, value)
         if not self.has_own:
             return

@@ -9,7 +9,6 @@ serve is found by trying: a tiny step as a whole, and the same in pieces, must c
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.errors import OffloadError, UsageError
-from hf_zero.optim.kinds import is_known, step_of, trial_of
+from hf_zero.optim.kinds import is_known, step_of
+from hf_zero.optim.trial import quietly, trial_of
 
 _STEPS = 4
 _SIDE = 8
@@ -105,8 +105,7 @@ def refuse_in_pieces(optimizer: torch.optim.Optimizer, has_closure: bool) -> Non
         return
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quietly():
             why = _difference(optimizer, group, has_closure)
     except Exception as error:
         raise UsageError(

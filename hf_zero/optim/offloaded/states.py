@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from hf_zero.config.offload import Offload
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import OffloadError, UsageError
-from hf_zero.optim.kinds import states_of_step
+from hf_zero.optim.stepping import find_record
+from hf_zero.optim.trial import states_of_step
 from hf_zero.scratch import Place, make_places
 
 _MASTER = ""  # among the names of states: a parameter's own rows
@@ -26,12 +27,10 @@ class OffloadedStates:
 
     Args:
         offload: what is to be there.
-        find: the engine's record of a parameter; None of one that is not partitioned.
     """
 
-    def __init__(self, offload: Offload, find: Callable[[Tensor], ZeroParameter | None]) -> None:
+    def __init__(self, offload: Offload) -> None:
         self.offload = offload
-        self._find = find
         self._places: dict[int, dict[str, Place]] = {}  # by id(parameter) and name of the state
         self._kept: dict[int, Tensor] = {}  # so that ids stay theirs
 
@@ -111,10 +110,10 @@ class OffloadedStates:
         return [entry for entry, start in zip(trained, before, strict=False) if start < limit]
 
     def _may(self, param: Tensor) -> bool:
-        return param.requires_grad and param.ndim > 0 and self._find(param) is not None
+        return param.requires_grad and param.ndim > 0 and find_record(param) is not None
 
     def _record(self, param: Tensor) -> ZeroParameter:
-        known = self._find(param)
+        known = find_record(param)
         assert known is not None
         return known
 

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from hf_zero import torch_compat
 from hf_zero.errors import OffloadError
-from hf_zero.optim.kinds import step_of
+from hf_zero.optim.kinds import minds_all, step_of
 from hf_zero.optim.offloaded.pieces import Evaluated, is_plain_data, own_copy, written_back
 from hf_zero.optim.offloaded.states import OffloadedStates, shown_as
-from hf_zero.optim.stand_in import STEPPING, StandIn
-from hf_zero.optim.stepping import gradient_of, keep_old_values, minds_all
+from hf_zero.optim.on_rows import gradient_of, keep_old_values
+from hf_zero.optim.stand_in import NOT_SWAPPED, StandIn
 from hf_zero.scratch import ALIGNMENT, Place, StepMemory, Transfers, aligned
 
-_NOT_COPIED = ("param_groups", "state", STEPPING)
 _GRAIN = ALIGNMENT  # elements: pieces of any dtype then begin and end with a block
 
 
@@ -61,39 +60,14 @@ class _Chunk:
         return rows.view(-1)[self.start : self.stop].view(self.shape)
 
 
-class Streamer:
-    """The memory that an optimizer's streamed steps need: slots, and threads.
-
-    Attributes:
-        states: what is on the disk.
-        is_tried: the optimizer is known to step in pieces.
-    """
-
-    def __init__(self, states: OffloadedStates) -> None:
-        self.states = states
-        self.is_tried = False
-        self._slots: list[StepMemory] = []
-        self._transfers: Transfers | None = None
-
-    def slots(self) -> list[StepMemory]:
-        """Memory for one chunk each, made at the first step."""
-        if not self._slots:
-            offload = self.states.offload
-            self._slots = [StepMemory(offload.slot_bytes) for _ in range(offload.slots)]
-        return self._slots
-
-    def transfers(self) -> Transfers:
-        """The threads, made at the first step."""
-        self._transfers = self._transfers or Transfers()
-        return self._transfers
-
-
 class StreamedStep:
     """One step under way; all but its last chunk is done when it is made.
 
     Args:
         optimizer: whose step it is.
-        streamer: its memory.
+        states: those that are on the disk.
+        slots: memory for one chunk each.
+        transfers: the threads that read and write.
         params: its partitioned parameters.
         args: of `step`, without the optimizer.
         kwargs: of `step`.
@@ -105,14 +79,16 @@ class StreamedStep:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        streamer: Streamer,
+        states: OffloadedStates,
+        slots: list[StepMemory],
+        transfers: Transfers,
         params: list[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self._optimizer, self._states = optimizer, streamer.states
+        self._optimizer, self._states = optimizer, states
         self._closures = [each for each in (*args, *kwargs.values()) if isinstance(each, Evaluated)]
-        self._slots, self._transfers = streamer.slots(), streamer.transfers()
+        self._slots, self._transfers = slots, transfers
         self._params = params
         cut = {id(p) for p in params}
         self._others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in cut]
@@ -229,7 +205,7 @@ class StreamedStep:
         """Let a chunk have its own copies of what every chunk may write, and no group that it has nothing of."""
         stand_in, own = made.stand_in, vars(self._optimizer)
         for name, value in vars(stand_in).items():
-            if name not in _NOT_COPIED and own.get(name) is value:
+            if name not in NOT_SWAPPED and own.get(name) is value:
                 vars(stand_in)[name] = own_copy(value)
         for number, group in enumerate(stand_in.param_groups):
             for key in group if group["params"] else ():
@@ -381,7 +357,7 @@ class StreamedStep:
         """Let objects that others may refer to have what the last chunk has made of its copies."""
         own = vars(self._optimizer)
         for name, value in vars(stand_in).items():
-            if name not in _NOT_COPIED and name in own and is_plain_data(value) and is_plain_data(own[name]):
+            if name not in NOT_SWAPPED and name in own and is_plain_data(value) and is_plain_data(own[name]):
                 vars(stand_in)[name] = written_back(own[name], value)
         for group, changed in zip(self._optimizer.param_groups, stand_in.param_groups, strict=True):
             for key, value in changed.items():

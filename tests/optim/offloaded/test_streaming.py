@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero import torch_compat
-from hf_zero.optim.offloaded.streaming import Streamer
+from hf_zero.optim.offloaded.from_disk import DiskStepping
 from tests.engine.twins import SHARDED
 from tests.ranks import alone, on_ranks
 
@@ -199,9 +199,9 @@ def test_ratio_leaves_a_part_in_memory() -> None:
     on_disk = []
 
     def look(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        streamer = vars(optimizer)["_zero_stepping"].streamer
-        assert isinstance(streamer, Streamer)
-        on_disk[:] = [name for name, param in model.named_parameters() if streamer.states.of(id(param))]
+        stepping = vars(optimizer)["_zero_stepping"]
+        assert isinstance(stepping, DiskStepping)
+        on_disk[:] = [name for name, param in model.named_parameters() if stepping.states.of(id(param))]
 
     for ratio, expected in ((0.0, []), (0.5, ["few", "unused", "embed.weight"])):
         found = _trained({"stage": 2, "offload": {**DISK, "ratio": ratio}}, OPTIMIZERS["adamw"], change=look)
@@ -349,7 +349,7 @@ def test_a_model_partitioned_anew_offloads_as_its_new_configuration_says() -> No
         engine = zero.shard_model(model, {"stage": 2, "collectives": "pairwise", "offload": offload})
         model(_batch(0)).backward()
         optimizer.step()
-        assert (vars(optimizer)["_zero_stepping"].streamer is not None) == is_streamed
+        assert isinstance(vars(optimizer)["_zero_stepping"], DiskStepping) == is_streamed
 
 
 class Raises(torch.optim.SGD):

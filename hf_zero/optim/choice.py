@@ -1,0 +1,120 @@
+"""Which way of stepping an optimizer takes, chosen once; those that have none are refused on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_zero.engine.engine import live_engines
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import UsageError
+from hf_zero.optim.by_owners import OwnerStepping
+from hf_zero.optim.kinds import is_elementwise, wrapped_optimizers
+from hf_zero.optim.offloaded.from_disk import DiskStepping
+from hf_zero.optim.on_rows import RowStepping
+from hf_zero.optim.stand_in import STEPPING
+from hf_zero.optim.stepping import Stepping, params_of
+from hf_zero.optim.trial import depends_on_others
+
+logger = logging.getLogger(__name__)
+
+# Optimizers that cannot be run on a part of the parameters, and what they do.
+_LOOKS_ACROSS = {
+    "LBFGS": "builds one search direction from all parameters",
+    "LoraFAOptimizer": "computes the step of one matrix of an adapter from the other",
+}
+
+
+def worlds_of(optimizer: torch.optim.Optimizer) -> dict[int, World]:
+    """The ranks over which each partitioned parameter of an optimizer is cut, by the parameter's id."""
+    engines = [engine for engine in live_engines() if engine.world.partitions or _is_streamed(engine.world)]
+    is_streamed = any(_is_streamed(engine.world) for engine in engines)
+    # A process alone has plain parameters, whose states may be on a disk all the same.
+    params = [p for p in params_of(optimizer) if isinstance(p, DTensor) or is_streamed]
+    return {id(param): engine.world for engine in engines for param in params if engine.find(param) is not None}
+
+
+def stepping_of(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> Stepping | None:
+    """How an optimizer steps; None: it holds nothing partitioned.
+
+    Args:
+        optimizer: of any class.
+        worlds: the ranks over which each of its partitioned parameters is cut, see `worlds_of`.
+
+    Raises:
+        UsageError: it can step in no way; on all ranks.
+    """
+    if not worlds:
+        return None
+    offload = _agreed(optimizer, worlds, "offload")
+    stepping = vars(optimizer).get(STEPPING)
+    if isinstance(stepping, Stepping):  # a copy has None
+        stepping.abandon()
+    if not isinstance(stepping, Stepping) or not stepping.fits(offload):
+        vars(optimizer)[STEPPING] = stepping = _choose(optimizer, worlds)
+    stepping.hear_of(optimizer, worlds)
+    return stepping
+
+
+def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> Stepping:
+    _refuse_across_parameters(optimizer)
+    wanted, offload = _agreed(optimizer, worlds, "optimizer_on"), _agreed(optimizer, worlds, "offload")
+    on_rows = wanted == "rows" or (wanted != "whole" and is_elementwise(optimizer))
+    if offload.optimizer == "disk":
+        _refuse_streaming(optimizer, on_rows)
+        return DiskStepping(offload)
+    if on_rows:
+        return RowStepping()
+    logger.info("%s steps on whole parameters, each on one rank (optimizer_on)", type(optimizer).__name__)
+    return OwnerStepping(optimizer)
+
+
+def _is_streamed(world: World) -> bool:
+    return world.config.offload.optimizer == "disk"
+
+
+def _agreed(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World], key: str) -> Any:
+    """The value of a key of the configuration, which must be one for all parameters of an optimizer."""
+    values = {str(getattr(world.config, key)): getattr(world.config, key) for world in worlds.values()}
+    if len(values) > 1:
+        raise UsageError(
+            f"{type(optimizer).__name__} holds parameters of models that were partitioned with different {key}: "
+            f"{sorted(values)}; use one of them, or an optimizer for each model"
+        )
+    return next(iter(values.values()))
+
+
+def _refuse_streaming(optimizer: torch.optim.Optimizer, on_rows: bool) -> None:
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if not on_rows:
+        raise UsageError(
+            f"offload.optimizer is disk, but {name} steps on whole parameters, each on one rank (optimizer_on), which cannot "
+            "be streamed in pieces: use an elementwise optimizer (AdamW, Lion, ...), mark_elementwise if it is one, or "
+            "offload.optimizer: none"
+        )
+    if wrapped_optimizers(optimizer):
+        raise UsageError(
+            f"offload.optimizer is disk, but {name} wraps another optimizer, whose states cannot be streamed: use that one "
+            "itself, or offload.optimizer: none"
+        )
+
+
+def _refuse_across_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if what an optimizer does to one parameter depends on the others, which other ranks hold.
+
+    Raises:
+        UsageError: on all ranks, before anything has changed.
+    """
+    name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _LOOKS_ACROSS), None)
+    why = _LOOKS_ACROSS[name] if name is not None else None
+    if why is None and not is_elementwise(optimizer) and depends_on_others(optimizer):
+        why = "steps on one parameter differently when another has another gradient (a norm or step size over all of them)"
+    if why is not None:
+        raise UsageError(
+            f"{type(optimizer).__name__} {why}, but a rank steps on its part of the parameters only: use an optimizer that "
+            "sees to each parameter by itself (AdamW, Muon, Adafactor, ...), or stage 0"
+        )

@@ -1,0 +1,149 @@
+"""Trying an optimizer's step on tiny parameters, to see what it is: nothing of the optimizer itself changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.errors import UsageError
+from hf_zero.optim.kinds import step_of, wrapped_optimizers
+
+_PROBE_STEPS = 16
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """A trial leaves no trace: the user's random numbers stay where they are, and warnings are of the step, not of it."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step on one parameter depends on the gradient of another; tried on two tiny ones.
+
+    An optimizer that cannot be tried (it fails on tiny parameters) counts as one that does not.
+    """
+    for with_closure in (False, True):
+        with contextlib.suppress(Exception):
+            return _depends_on_others(optimizer, with_closure)
+    return False
+
+
+def _depends_on_others(optimizer: torch.optim.Optimizer, with_closure: bool) -> bool:
+    with quietly():
+        for group in optimizer.param_groups:
+            if group["params"]:
+                like: Tensor = group["params"][0]
+                first, second = (_try(optimizer, group, like, scale, with_closure) for scale in (1.0, 3.0))
+                # Some rounding differs with how memory is aligned.
+                if not torch.allclose(first, second, rtol=0.0, atol=1e-4 * float(first.abs().max()), equal_nan=True):
+                    return True
+    return False
+
+
+def _try(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor, scale: float, with_closure: bool
+) -> Tensor:
+    """Step on two tiny parameters, of which the other's values and gradients are scaled; returns how the first has moved."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    shape = (8,) * like.ndim
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(like.device, like.dtype)
+
+    one, other = nn.Parameter(draw()), nn.Parameter(draw() * scale)
+    start = one.detach().clone()
+    slopes = draw(), draw() * scale  # with some noise: step sizes that are estimated grow only where gradients agree
+    tried = trial_of(optimizer, group, [one, other])
+
+    def closure() -> Tensor:
+        # With a part that follows the values: some optimizers move them before they ask, and back again.
+        ours = zip((one, other), slopes, strict=True)
+        part = 1.0 if with_closure else 0.0
+        one.grad, other.grad = (slope + 0.1 * draw() + part * param.detach() for param, slope in ours)
+        return one.detach().sum()
+
+    for _ in range(_PROBE_STEPS):
+        closure()
+        step_of(tried)(tried, *([closure] if with_closure else []))
+    return one.detach() - start
+
+
+def states_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor) -> dict[str, torch.dtype]:
+    """Names and dtypes of the states, of a parameter's shape, that a first step makes; tried on a tiny parameter.
+
+    Args:
+        optimizer: whose step it is.
+        group: of the parameter, with its options.
+        like: the parameter.
+
+    Raises:
+        UsageError: the step fails on a tiny parameter.
+    """
+    failed: Exception | None = None
+    for closure in ((), (lambda: 1.0,)):
+        tiny = nn.Parameter(torch.ones((8,) * like.ndim, dtype=like.dtype, device=like.device))
+        tried = trial_of(optimizer, group, [tiny])
+        tiny.grad = torch.full_like(tiny, 0.5)
+        try:
+            with quietly():
+                step_of(tried)(tried, *closure)
+        except Exception as error:
+            failed = failed or error
+            continue
+        states = tried.state[tiny].items()
+        return {k: value.dtype for k, value in states if isinstance(value, Tensor) and value.shape == tiny.shape}
+    raise UsageError(
+        f"{type(optimizer).__name__} cannot be tried on a tiny parameter, to see which states it has, so they cannot be "
+        f"offloaded to a disk ({type(failed).__name__}: {failed}); use offload.optimizer: none"
+    ) from failed
+
+
+def trial_of(
+    optimizer: Any, group: dict[str, Any], params: list[nn.Parameter], known: dict[int, Any] | None = None
+) -> Any:
+    """A copy of an optimizer, and of those it wraps, that holds other parameters, in groups with the options of `group`."""
+    known = {} if known is None else known
+    tried = known[id(optimizer)] = object.__new__(type(optimizer))
+    for inner in wrapped_optimizers(optimizer):
+        if id(inner) not in known:
+            is_shared = any(each is group for each in inner.param_groups)
+            trial_of(inner, group if is_shared else inner.param_groups[0], params, known)
+    ours = {key: value for key, value in vars(optimizer).items() if not key.startswith("_zero_")}
+    ours = {k: v for k, v in ours.items() if k not in ("state", "param_groups") and not (k == "step" and callable(v))}
+    kept: dict[int, Any] = {id(p): p for each in optimizer.param_groups for p in each["params"]}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(id(entry) in known for entry in value):
+            return type(value)(known.get(id(entry), entry) for entry in value)
+        if isinstance(value, dict) and any(id(entry) in known for entry in value.values()):
+            return {key: known.get(id(entry), entry) for key, entry in value.items()}
+        return known[id(value)] if id(value) in known else _copied(value, kept)
+
+    vars(tried).update({k: copied(v) for k, v in ours.items()})
+    if "state" in vars(optimizer):
+        tried.state = defaultdict(dict)
+        if id(group) not in known:
+            options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            known[id(group)] = [{**options, "params": params}]
+        tried.param_groups = known[id(group)]
+    return tried
+
+
+def _copied(value: Any, kept: dict[int, Any]) -> Any:
+    """A copy into which a trial may write; parameters, models and functions are the same ones."""
+    if callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
+        return value
+    try:
+        return copy.deepcopy(value, dict(kept))
+    except Exception:
+        return value
