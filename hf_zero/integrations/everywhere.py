@@ -18,10 +18,10 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
+from hf_zero.changes import Changes
 from hf_zero.errors import UsageError
 from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator
 from hf_zero.integrations.trainer import arguments
-from hf_zero.sharding.changes import Changes
 
 _changes = Changes()
 

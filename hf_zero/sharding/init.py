@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_zero.changes import Changes, undo_all
 from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
 from hf_zero.sharding import adapters, model_methods
 from hf_zero.sharding.active import pausable, paused
-from hf_zero.sharding.changes import Changes, undo_all
 from hf_zero.sharding.construct import Cutter
 from hf_zero.sharding.cutting import partition_whole, raise_to_master
 from hf_zero.sharding.late import attach_late

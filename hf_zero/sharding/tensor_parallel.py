@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.changes import Changes
 from hf_zero.comm.groups import TENSOR_AXIS
 from hf_zero.engine.parameters.tensor_axis import (
     is_over_tensor_axis,
@@ -26,7 +27,6 @@ from hf_zero.engine.parameters.tensor_axis import (
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.sharding.changes import Changes
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.changes import Changes
 from hf_zero.checkpoint.files.pieces import Piece, identity
 from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file
 from hf_zero.checkpoint.files.trace import Tracer
@@ -98,10 +99,11 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
     def record(tensors: dict[str, Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
         written[Path(filename).name] = dict(tensors), dict(metadata or {})
 
-    # Tensors that share a storage go to one file, but huggingface_hub cannot tell the storages of meta tensors apart.
-    storages = _replaced(_torch, "get_torch_storage_id", _storage_of)
-    no_bar = _replaced(modeling_utils.logging, "tqdm", lambda files, **_: files)
-    with _replaced(modeling_utils, "safe_save_file", record), storages, no_bar, alone(model), tracer:
+    with Changes() as changes, alone(model), tracer:
+        changes.replace(modeling_utils, "safe_save_file", record)
+        changes.replace(modeling_utils.logging, "tqdm", lambda files, **_: files)
+        # Tensors that share a storage go to one file, but huggingface_hub cannot tell the storages of meta tensors apart.
+        changes.replace(_torch, "get_torch_storage_id", _storage_of)
         type(model).save_pretrained(model, folder, state_dict=whole, **options)  # type: ignore[attr-defined]
     plan = FilePlan()
     for name, (tensors, metadata) in written.items():
@@ -120,21 +122,10 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
 def alone(model: nn.Module) -> Iterator[None]:
     """Within: `save_pretrained` of a model whose layers are shared over a tensor axis waits for no other rank."""
     config = getattr(model, "config", None)
-    if getattr(config, "distributed_config", None) is None:
+    with Changes() as changes:
+        if getattr(config, "distributed_config", None) is not None:
+            changes.replace(config, "distributed_config", None)
         yield
-        return
-    with _replaced(config, "distributed_config", None):
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:

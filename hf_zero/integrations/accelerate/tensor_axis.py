@@ -19,9 +19,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch.utils import _pytree as pytree
 
+from hf_zero.changes import Changes
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.sharding.changes import Changes
 
 
 def asked_for(given: ParallelismConfig | None) -> ParallelismConfig | None:

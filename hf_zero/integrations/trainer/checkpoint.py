@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.changes import Changes
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
@@ -30,7 +31,6 @@ from hf_zero.checkpoint.ranks.cooperative import read_plan, write_plan
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, UsageError
-from hf_zero.sharding.changes import Changes
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from accelerate.utils import compare_versions
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
+from hf_zero.changes import Changes
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import CheckpointError, UsageError
@@ -37,7 +38,6 @@ from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.active import is_partitioned
-from hf_zero.sharding.changes import Changes
 
 PrepareModel = Callable[[nn.Module | None, Any, list[Any]], None]
 

@@ -29,7 +29,7 @@ def _make_up_for_torch() -> None:
                 torch.utils.swap_tensors(tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new)
 
     torch.__future__.set_swap_module_params_on_conversion(True)  # for `module.to`
-    importlib.import_module("hf_zero.sharding.shard_model").move_to = move_to  # type: ignore[attr-defined]
+    importlib.import_module("hf_zero.sharding.late").move_to = move_to  # type: ignore[attr-defined]
 
 
 def _tell_accelerate(device: torch.device) -> None:
