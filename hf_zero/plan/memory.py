@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision
 from hf_zero.errors import ConfigError
 from hf_zero.layout import RowLayout, place
 from hf_zero.plan.activations import NOTHING, Kept
 from hf_zero.plan.shapes import ModelShape, ParameterShape
+from hf_zero.plan.states import ModelStates, Placed, Ranks, add_up
 
 # States of a parameter's size and dtype that an optimizer keeps; factored ones are too small to count.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "momentum": 1, "sgd": 0, "adafactor": 0}
@@ -95,67 +93,83 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
 
     Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
     """
-    config, policy = setting.config, setting.config.policy
-    precision, ranks = Precision.from_config(config), setting.num_shards
-    shares = config.collectives == "host" and ranks > 1
-    parameters = gradients = rows = optimizer = in_replica = between = on_disk = 0
+    states = states_of(model, setting, rank)
+    return Holding(
+        states.parameters - states.parameters_on_disk,
+        states.gradients,
+        states.optimizer - states.optimizer_on_disk,
+        _gathered_at_once(model, setting),
+        model.buffer_bytes,
+        kept.total,
+        round(states.gathered + states.reduced),
+        round(states.between_replicas),
+        states.parameters_on_disk + states.optimizer_on_disk,
+        _peak(model, setting, kept, states),
+    )
+
+
+def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates:
+    """The model states of a rank, see `add_up`."""
+    config, ranks = setting.config, setting.num_shards
+    precision = Precision.from_config(config)
+    placed = []
     for unit in model.units:
-        for param in unit.parameters:
-            layout = _layout(param, config, ranks)
-            is_cut, own = layout.num_ranks > 1, layout.local_numel(rank)
-            rest = precision.master_for(param.dtype, param.trains)
+        layouts = [_layout(param, config, ranks) for param in unit.parameters]
+        is_shared = config.collectives == "host" and any(layout.num_ranks > 1 for layout in layouts)
+        for param, layout in zip(unit.parameters, layouts, strict=True):
             compute = precision.compute_for(param.dtype)
-            whole = layout.padded_numel * compute.itemsize
-            stays_whole = not policy.shards_parameters or shares
-            has_copy = stays_whole and (is_cut or compute != rest)
-            is_exact = compute == rest and config.wire.gather == "float32"
-            lies_inside = has_copy and is_cut and is_exact and not layout.dim
-            at_rest = 0 if lies_inside else own * rest.itemsize
-            if _is_on_disk(config, stays_whole, has_copy, param.trains and is_cut):
-                on_disk, at_rest = on_disk + at_rest, 0
-            parameters += at_rest
-            parameters += whole // (ranks if shares and is_cut else 1) if has_copy else 0
-            once = wire.bytes_of(config.wire.gather, compute, layout, layout.chunk_numel) * (ranks - 1)
-            if is_cut and not stays_whole:
-                near, part = config.wire.secondary, whole // config.wire.secondary
-                parameters += part if near > 1 else 0
-                again = part * (near - 1) if near > 1 else once
-                in_replica += once + (again if unit.reads_in_backward else 0)
-            elif is_cut and param.trains and not shares:
-                in_replica += once
-            if not param.trains:
-                continue
-            states = OPTIMIZERS[setting.optimizer] * own * rest.itemsize
-            if config.offload.optimizer == "disk":
-                on_disk += states
-            else:
-                optimizer += states
-            reduced = precision.reduce_for(compute)
-            keeps_whole_gradient = not policy.shards_gradients and setting.num_ranks > 1
-            gradients += layout.numel * reduced.itemsize if keeps_whole_gradient else own * rest.itemsize
-            rows += own * rest.itemsize
-            if is_cut:
-                sent = _sent(precision, compute, config)
-                if config.wire.reduce == "float32":
-                    in_replica += _others(layout.numel * sent.itemsize, ranks)
-                else:
-                    in_replica += wire.bytes_of(config.wire.reduce, sent, layout, own) * (ranks - 1)
-                between += 2 * _others(own * reduced.itemsize, config.replicate)
-            else:
-                in_replica += 2 * _others(layout.numel * reduced.itemsize, setting.num_ranks)
-    sizes = unit_bytes(model, setting)
+            reduced, as_made = precision.reduce_for(compute), precision.sent_for(compute)
+            given = as_made if layout.num_ranks > 1 and config.policy.shards_gradients else reduced
+            # `pairwise` and `host` send what autograd made, and so do wire formats.
+            sends_as_given = config.collectives in ("pairwise", "host") and config.reduce_scatter is True
+            placed.append(
+                Placed(
+                    layout,
+                    rank,
+                    precision.master_for(param.dtype, param.trains),
+                    compute,
+                    given,
+                    given if sends_as_given else reduced,
+                    reduced,
+                    param.trains,
+                    is_shared,
+                    unit.reads_in_backward,
+                    config.wire.gather,
+                )
+            )
+    numbers = Ranks(ranks, config.replicate, setting.num_ranks, config.wire.secondary)
+    return add_up(placed, config, numbers, OPTIMIZERS[setting.optimizer])
+
+
+def _gathers(setting: Setting) -> bool:
+    """Whether units are whole for a while only."""
+    config = setting.config
+    return config.policy.shards_parameters and setting.num_shards > 1 and config.collectives != "host"
+
+
+def _gathered_at_once(model: ModelShape, setting: Setting) -> int:
+    """Bytes of the units that are whole at a time, beyond those that stay so."""
+    sizes, config = unit_bytes(model, setting), setting.config
     largest = max(sizes, default=0)
-    gathers = policy.shards_parameters and ranks > 1 and not shares
     ahead = max(config.prefetch_bytes, largest) if config.prefetch_bytes else 0  # one unit at least
-    gathered = largest + min(ahead, sum(sizes) - largest) if gathers else 0
+    return largest + min(ahead, sum(sizes) - largest) if _gathers(setting) else 0
+
+
+def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) -> int:
+    """The most bytes at any time, see [Note: peak]."""
+    config, policy, ranks = setting.config, setting.config.policy, setting.num_shards
+    sizes, gathered = unit_bytes(model, setting), _gathered_at_once(model, setting)
+    largest = max(sizes, default=0)
+    gradients, rows = states.gradients, states.trained_rows
     slots = config.offload.slots * config.offload.slot_bytes if config.offload.optimizer == "disk" else 0
-    stays = parameters + optimizer + model.buffer_bytes + slots
+    on_disk = states.parameters_on_disk + states.optimizer_on_disk
+    stays = states.parameters + states.optimizer - on_disk + model.buffer_bytes + slots
     before = float(gradients if setting.accumulates else 0)
     if ranks > 1 and (policy.shards_gradients or not setting.accumulates):
         on_way = min(config.bucket_bytes, sum(sizes))
         done = rows * (1 - on_way / sum(sizes)) if sizes else 0.0
         middle = kept.total / 2 + max(before, rows / 2 - on_way / 2 / ranks) + gathered + on_way
-        end = max(before, done) + 2 * on_way + (largest if gathers else 0)
+        end = max(before, done) + 2 * on_way + (largest if _gathers(setting) else 0)
     else:
         on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
         middle = kept.total / 2 + max(before, gradients / 2) + on_way
@@ -163,25 +177,7 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
     begin = kept.total + kept.largest + before + gathered
     if setting.accumulates:
         begin = max(begin, middle) if policy.shards_gradients else max(begin, kept.total + before + on_way)
-    return Holding(
-        parameters,
-        gradients,
-        optimizer,
-        gathered,
-        model.buffer_bytes,
-        kept.total,
-        in_replica,
-        between,
-        on_disk,
-        round(stays + max(begin, middle, end)),
-    )
-
-
-def _is_on_disk(config: ZeroConfig, stays_whole: bool, has_copy: bool, trains: bool) -> bool:
-    """Whether rows at rest, beside what modules compute with, are on a disk."""
-    if not stays_whole:
-        return config.offload.parameters == "disk"
-    return has_copy and trains and config.offload.optimizer == "disk"  # masters
+    return round(stays + max(begin, middle, end))
 
 
 def balance(model: ModelShape, setting: Setting) -> float:
@@ -207,13 +203,6 @@ def unit_bytes(model: ModelShape, setting: Setting) -> list[int]:
         sizes = [layout.padded_numel * precision.compute_for(p.dtype).itemsize for p, layout in layouts]
         found.append(place(sizes)[1])
     return found
-
-
-def _sent(precision: Precision, compute: torch.dtype, config: ZeroConfig) -> torch.dtype:
-    """Of a gradient on its way: `pairwise`, `host` and wire formats take what autograd made, where it is not kept whole."""
-    is_as_made = config.collectives in ("pairwise", "host") or config.wire.reduce != "float32"
-    as_given = is_as_made and config.policy.shards_gradients
-    return precision.sent_for(compute) if as_given else precision.reduce_for(compute)
 
 
 def _others(num_bytes: int, ranks: int) -> int:

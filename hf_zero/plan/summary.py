@@ -10,114 +10,49 @@ from typing import Any
 import torch
 
 from hf_zero import torch_compat
-from hf_zero.comm import wire
 from hf_zero.engine.backward.reduction import given_dtype, sent_dtype
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameters.quantised import is_quantised
-from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import reads_in_backward
 from hf_zero.engine.units.unit import Unit
+from hf_zero.plan.states import ModelStates, Placed, Ranks, add_up
 from hf_zero.tables import aligned
 
 _ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
 
 
-@dataclass(frozen=True)
-class ModelStates:
-    """Bytes that one rank holds between steps, by kind, and what it receives.
-
-    Attributes:
-        parameters: rows or whole tensors at rest, and the whole copies that stages 0 to 2 compute with; a rank's part of
-            those that the ranks of a host share.
-        gradients: as they stand between micro-batches.
-        optimizer: two states a trainable parameter, as Adam has.
-        largest_unit: the most that a single unit takes while it is whole.
-        traffic: received in a step of one micro-batch; agreements and small change left out.
-        sharded: of the parameters, gradients and optimizer states, those of which a rank has its rows only.
-        reduced_rows: of a rank's rows of all gradients, as they travel.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    largest_unit: int
-    traffic: int
-    sharded: int = 0
-    reduced_rows: int = 0
-
-
 def model_states(engine: ZeroEngine) -> ModelStates:
-    """Compute the sizes from the layout; nothing is measured or allocated."""
-    policy, world = engine.world.config.policy, engine.world
-    parameters = gradients = optimizer = sharded = reduced_rows = gathered = 0
-    reduced = 0.0
-    shared = {id(p) for unit in engine.units if unit.is_shared for p in unit.parameters}
-    gathered_twice = {id(p) for unit in engine.units if _is_gathered_twice(engine, unit) for p in unit.parameters}
-    for p in engine.parameters:
-        own = p.layout.local_numel(p.rank)
-        stays_whole = not policy.shards_parameters or id(p) in shared
-        has_copy = bool(engine.units) and stays_whole and (p.is_sharded or _casts(p))
-        # Where this holds, the rows lie inside the whole copy.
-        shares = p.is_sharded and not _casts(p) and world.config.wire.gather == "float32" and not p.layout.dim
-        parameters += 0 if has_copy and shares else own * p.param.dtype.itemsize
-        parameters += p.whole_nbytes // (world.num_shards if id(p) in shared else 1) if has_copy else 0
-        if p.is_sharded and not stays_whole:
-            gathered += _gathered_bytes(p, world)
-            near, part = world.nearby.num_ranks, p.whole_nbytes // world.nearby.num_ranks
-            parameters += part if near > 1 else 0  # the second copy
-            if id(p) in gathered_twice:
-                gathered += part * (near - 1) if near > 1 else _gathered_bytes(p, world)
-        elif p.is_sharded and p.param.requires_grad and id(p) not in shared:  # what has changed
-            gathered += _gathered_bytes(p, world)
-        sharded += own * p.param.dtype.itemsize if p.is_sharded and not stays_whole else 0
-        if not p.param.requires_grad:
-            continue
-        if p.is_sharded:
-            reduced_rows += own * sent_dtype(p, world).itemsize
-            sharded += own * p.param.dtype.itemsize * (_ADAM_STATES + policy.shards_gradients)
-        optimizer += _ADAM_STATES * own * p.param.dtype.itemsize
-        grad_size = world.precision.reduce_for(p.compute_dtype).itemsize
-        whole_grads = not policy.shards_gradients and world.data.num_ranks > 1
-        gradients += p.layout.numel * grad_size if whole_grads else own * p.param.dtype.itemsize
-        reduced += _reduced_bytes(p, world)
-    largest = max((unit.buffer_nbytes for unit in engine.units), default=0)
-    traffic = round(reduced + gathered)
-    return ModelStates(parameters, gradients, optimizer, largest, traffic, sharded, reduced_rows)
-
-
-def _gathered_bytes(p: ZeroParameter, world: World) -> int:
-    """What a rank receives to gather a parameter once."""
-    sent_as = "float32" if is_quantised(p.param) else world.config.wire.gather
-    return wire.bytes_of(sent_as, p.compute_dtype, p.layout, p.layout.chunk_numel) * (world.num_shards - 1)
-
-
-def _reduced_bytes(p: ZeroParameter, world: World) -> float:
-    """What a rank receives to reduce a parameter's gradient once."""
-    if not p.is_sharded:
-        return _all_reduced_bytes(p.layout.numel, p, world, world.data.num_ranks)
-    between = _all_reduced_bytes(p.local_numel, p, world, world.replicas.num_ranks)
-    if world.config.reduce_scatter is False:
-        return between + _all_reduced_bytes(p.layout.numel, p, world, world.num_shards)
-    if world.config.wire.reduce != "float32":
-        rows = wire.bytes_of(world.config.wire.reduce, given_dtype(p, world), p.layout, p.local_numel)
-        return between + rows * (world.num_shards - 1)
-    others = (world.num_shards - 1) / world.num_shards
-    return between + p.layout.numel * sent_dtype(p, world).itemsize * others
-
-
-def _all_reduced_bytes(numel: int, p: ZeroParameter, world: World, num_ranks: int) -> float:
-    return 2 * numel * sent_dtype(p, world).itemsize * (num_ranks - 1) / num_ranks
+    """What this rank holds and receives, from the engine's own layouts, see `add_up`."""
+    world = engine.world
+    shared = {p for unit in engine.units if unit.is_shared for p in unit.parameters}
+    again = {p for unit in engine.units if _is_gathered_twice(engine, unit) for p in unit.parameters}
+    placed = [
+        Placed(
+            p.layout,
+            p.rank,
+            p.param.dtype,
+            p.compute_dtype,
+            given_dtype(p, world),
+            sent_dtype(p, world),
+            world.precision.reduce_for(p.compute_dtype),
+            p.param.requires_grad,
+            p in shared,
+            p in again,
+            "float32" if is_quantised(p.param) else world.config.wire.gather,
+        )
+        for p in engine.parameters
+    ]
+    ranks = Ranks(world.num_shards, world.replicas.num_ranks, world.data.num_ranks, world.nearby.num_ranks)
+    states = add_up(placed, world.config, ranks, _ADAM_STATES)
+    states.largest_unit = max((unit.buffer_nbytes for unit in engine.units), default=0)
+    return states
 
 
 def _is_gathered_twice(engine: ZeroEngine, unit: Unit) -> bool:
     """Whether the backward gathers again what the forward has gathered."""
     is_kept = unit.keeps_whole or unit.index in engine.kept_for_backward
     return not is_kept and any(map(reads_in_backward, unit.entries))
-
-
-def _casts(p: ZeroParameter) -> bool:
-    return p.compute_dtype != p.param.dtype
 
 
 def summary(engine: ZeroEngine) -> str:

@@ -1,0 +1,180 @@
+"""Model states and traffic of one rank: one arithmetic, for a model that is planned and for an engine that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm import wire
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.layout import RowLayout
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter as one rank holds it.
+
+    Attributes:
+        layout: how it is cut.
+        rank: whose rows are counted.
+        rest: dtype at rest.
+        compute: dtype that modules see.
+        given, sent, reduced: dtypes of its gradient: as it is given to its exchange, as it travels, and as it is added up.
+        trains: whether it gets gradients.
+        is_shared: its whole is in memory that the ranks of the host share.
+        gathered_again: the backward gathers it, too.
+        gather: the wire format of its gathers.
+    """
+
+    layout: RowLayout
+    rank: int
+    rest: torch.dtype
+    compute: torch.dtype
+    given: torch.dtype
+    sent: torch.dtype
+    reduced: torch.dtype
+    trains: bool
+    is_shared: bool
+    gathered_again: bool
+    gather: str
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank holds only its rows."""
+        return self.layout.num_ranks > 1
+
+    @property
+    def own(self) -> int:
+        """Elements of this rank's rows."""
+        return self.layout.local_numel(self.rank)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of this rank's rows at rest."""
+        return self.own * self.rest.itemsize
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Numbers of ranks.
+
+    Attributes:
+        shards: that parameters are cut over.
+        replicas: of what these hold.
+        data: that see different batches.
+        nearby: that keep a second copy of all rows among them; 1: none.
+    """
+
+    shards: int
+    replicas: int
+    data: int
+    nearby: int = 1
+
+
+@dataclass
+class ModelStates:
+    """Bytes that one rank holds between steps, by kind, and what it receives in a step of one micro-batch.
+
+    Attributes:
+        parameters: rows or whole tensors at rest, and the whole copies that stages 0 to 2 compute with; a rank's part of
+            those that the ranks of a host share.
+        gradients: as they stand between micro-batches.
+        optimizer: states of a trainable parameter's size and dtype.
+        largest_unit: the most that a single unit takes while it is whole.
+        gathered, reduced, between_replicas: received; agreements and small change left out.
+        sharded: of the parameters, gradients and optimizer states, those of which a rank has its rows only.
+        reduced_rows: of a rank's rows of all gradients, as they travel.
+        trained_rows: of a rank's rows of all parameters that train, at rest.
+        parameters_on_disk, optimizer_on_disk: of the above, what the configuration puts there.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    largest_unit: int = 0
+    gathered: float = 0.0
+    reduced: float = 0.0
+    between_replicas: float = 0.0
+    sharded: int = 0
+    reduced_rows: int = 0
+    trained_rows: int = 0
+    parameters_on_disk: int = 0
+    optimizer_on_disk: int = 0
+
+    @property
+    def traffic(self) -> int:
+        """Received in a step."""
+        return round(self.gathered + self.reduced + self.between_replicas)
+
+
+def add_up(parameters: Iterable[Placed], config: ZeroConfig, ranks: Ranks, num_states: int) -> ModelStates:
+    """Compute the sizes from layouts; nothing is measured or allocated.
+
+    Args:
+        parameters: of the model, each once.
+        config: how they are trained.
+        ranks: over how many.
+        num_states: of a parameter's size that the optimizer keeps.
+
+    Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
+    """
+    states = ModelStates()
+    for p in parameters:
+        _add_parameter(states, p, config, ranks)
+        if p.trains:
+            _add_trained(states, p, config, ranks, num_states)
+    return states
+
+
+def _add_parameter(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks) -> None:
+    whole = p.layout.padded_numel * p.compute.itemsize
+    stays_whole = not config.policy.shards_parameters or p.is_shared
+    has_copy = stays_whole and (p.is_cut or p.compute != p.rest)
+    # Where nothing is cast, packed or moved to another dim, the rows lie inside the whole copy.
+    is_inside = p.is_cut and p.compute == p.rest and config.wire.gather == "float32" and not p.layout.dim
+    at_rest = 0 if has_copy and is_inside else p.row_bytes
+    states.parameters += at_rest
+    if not stays_whole:
+        is_on_disk = config.offload.parameters == "disk"
+    else:
+        is_on_disk = has_copy and p.trains and p.is_cut and config.offload.optimizer == "disk"  # masters
+    states.parameters_on_disk += at_rest if is_on_disk else 0
+    states.parameters += whole // (ranks.shards if p.is_shared else 1) if has_copy else 0
+    if not p.is_cut:
+        return
+    once = wire.bytes_of(p.gather, p.compute, p.layout, p.layout.chunk_numel) * (ranks.shards - 1)
+    if not stays_whole:
+        part = whole // ranks.nearby
+        states.parameters += part if ranks.nearby > 1 else 0  # the second copy
+        states.sharded += p.row_bytes
+        again = part * (ranks.nearby - 1) if ranks.nearby > 1 else once
+        states.gathered += once + (again if p.gathered_again else 0)
+    elif p.trains and not p.is_shared:  # what has changed
+        states.gathered += once
+
+
+def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks, num_states: int) -> None:
+    policy = config.policy
+    states.trained_rows += p.row_bytes
+    states.optimizer += num_states * p.row_bytes
+    states.optimizer_on_disk += num_states * p.row_bytes if config.offload.optimizer == "disk" else 0
+    keeps_whole = not policy.shards_gradients and ranks.data > 1
+    states.gradients += p.layout.numel * p.reduced.itemsize if keeps_whole else p.row_bytes
+    if not p.is_cut:
+        states.reduced += _all_reduced(p.layout.numel * p.reduced.itemsize, ranks.data)
+        return
+    states.sharded += p.row_bytes * (num_states + policy.shards_gradients)
+    states.reduced_rows += p.own * p.sent.itemsize
+    states.between_replicas += _all_reduced(p.own * p.reduced.itemsize, ranks.replicas)
+    if config.reduce_scatter is False:
+        states.reduced += _all_reduced(p.layout.numel * p.sent.itemsize, ranks.shards)
+    elif config.wire.reduce != "float32":
+        states.reduced += wire.bytes_of(config.wire.reduce, p.given, p.layout, p.own) * (ranks.shards - 1)
+    else:
+        states.reduced += p.layout.numel * p.sent.itemsize * (ranks.shards - 1) / ranks.shards
+
+
+def _all_reduced(num_bytes: int, ranks: int) -> float:
+    return 2 * num_bytes * (ranks - 1) / ranks
