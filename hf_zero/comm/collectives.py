@@ -1,7 +1,7 @@
 """The one seam through which bytes pass between ranks: gather, reduce_scatter, all_reduce, reduce, broadcast, agree.
 
 Gathers and reductions return a handle to wait on later. An exchange that fails names the peer, the operation and the unit.
-`alone`, `native`, `pairwise` and `host` implement it; `select` chooses between them.
+`alone`, `native`, `pairwise` and `host` implement it, `select` chooses between them, and `wire` wraps one of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,35 @@ class Rows(NamedTuple):
     is_numbers: bool = True
 
 
-class Collectives(Agreements, ABC):
+class RowCollectives(ABC):
+    """The two exchanges that partitioning is made of."""
+
+    @abstractmethod
+    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """Complete padded flat tensors in which every rank has filled its own chunk.
+
+        Args:
+            items: each with a flat of `layout.padded_numel` elements; written outside this rank's chunk.
+            unit: the unit's name, for the ledger and for errors.
+
+        Source: ZeRO (arXiv:1910.02054), section 5.3.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """Sum flat tensors over the ranks, in rank order and in the outputs' dtype, and keep this rank's rows.
+
+        Args:
+            items: each with a flat of `layout.numel` elements; may be read until `settle()`, never written.
+            outputs: per item [layout.local_numel(rank)], same dtype or a wider one; may be read after `wait()`.
+            unit: the unit's name, for the ledger and for errors.
+            divisor: of the sums; the number of ranks for an average.
+
+        Source: ZeRO (arXiv:1910.02054), section 5.2.
+        """
+
+
+class Collectives(Agreements, RowCollectives):
     """Exchanges over the ranks of one axis, counted in a ledger. Ranks are counted from 0 within it.
 
     Gathers and reductions each have their own group (pairwise: their own tags), because all ranks keep the same order only
@@ -85,30 +113,6 @@ class Collectives(Agreements, ABC):
 
     def settle(self) -> None:
         """Wait until the peers no longer need the tensors of reductions that this rank has waited for."""
-
-    @abstractmethod
-    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
-        """Complete padded flat tensors in which every rank has filled its own chunk.
-
-        Args:
-            items: each with a flat of `layout.padded_numel` elements; written outside this rank's chunk.
-            unit: the unit's name, for the ledger and for errors.
-
-        Source: ZeRO (arXiv:1910.02054), section 5.3.
-        """
-
-    @abstractmethod
-    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
-        """Sum flat tensors over the ranks, in rank order and in the outputs' dtype, and keep this rank's rows.
-
-        Args:
-            items: each with a flat of `layout.numel` elements; may be read until `settle()`, never written.
-            outputs: per item [layout.local_numel(rank)], same dtype or a wider one; may be read after `wait()`.
-            unit: the unit's name, for the ledger and for errors.
-            divisor: of the sums; the number of ranks for an average.
-
-        Source: ZeRO (arXiv:1910.02054), section 5.2.
-        """
 
     def reduce_whole(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """Like `reduce_scatter`, by an all-reduce of whole tensors; the transport decides the order of additions."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.comm.collectives import Collectives, Rows, divide
+from hf_zero.comm.collectives import Collectives, RowCollectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.pairwise import sum_in_order
 from hf_zero.layout import RowLayout
@@ -98,43 +98,14 @@ def _is_packed(item: Rows, wire: str) -> bool:
 
 
 def is_packed(wire: str, dtype: torch.dtype, layout: RowLayout) -> bool:
-    """Whether rows of numbers travel in a wire format, and not as they are."""
+    """Whether rows of numbers travel in a wire format, and not as they are; a fact that all ranks share.
+
+    Rows that fill no block travel as they are: packed they are padded to a block, so that in int8 a bias of 64 values takes
+    260 bytes instead of 256. It is the length of a rank's chunk that decides, since the last ranks may have fewer rows.
+    """
     if wire == "float32" or not dtype.is_floating_point or (wire == "bfloat16" and dtype.itemsize <= 2):
         return False
     return layout.chunk_numel >= BLOCK
-
-
-def gather(collectives: Collectives, items: Sequence[Rows], unit: str, wire: str) -> Exchange:
-    """`Collectives.gather`, in a wire format; also this rank's own rows get the values that the others receive.
-
-    Args:
-        collectives: do the exchange.
-        items: as there.
-        unit: as there.
-        wire: "float32" (as they are), "bfloat16" or "int8".
-    """
-    packed = [item for item in items if _is_packed(item, wire)]
-    if not packed:
-        return collectives.gather(items, unit)
-    rank, ranks = collectives.rank, collectives.num_ranks
-    sent = []
-    for item in packed:
-        size = num_bytes(wire, item.layout.chunk_numel)
-        room = torch.empty(ranks * size, dtype=torch.uint8, device=item.flat.device)
-        own = item.flat.new_zeros(item.layout.chunk_numel)  # the last ranks may have fewer rows
-        own[: item.layout.local_numel(rank)] = item.layout.elements_of(item.flat, rank)
-        room[rank * size : (rank + 1) * size] = pack(wire, own)
-        sent.append(Rows(room, RowLayout((ranks * size,), ranks)))
-    ids = {id(item) for item in packed}
-    exchange = collectives.gather([*(item for item in items if id(item) not in ids), *sent], unit)
-
-    def finish() -> None:
-        for item, rows in zip(packed, sent, strict=True):
-            chunk = item.layout.chunk_numel
-            for number, values in enumerate(rows.flat.view(ranks, -1)):
-                unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])
-
-    return _Then(exchange, finish)
 
 
 @dataclass(frozen=True)
@@ -152,54 +123,91 @@ class _Sum:
     terms: dict[int, Tensor]
 
 
-def reduce_scatter(
-    collectives: Collectives, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int, wire: str
-) -> Exchange:
-    """`Collectives.reduce_scatter`, in a wire format: each rank sends every other its rows, packed once.
+class WireCollectives(RowCollectives):
+    """Rows and gradients in wire formats, by exchanges that know nothing of formats.
 
     Args:
-        collectives: do the exchange.
-        items: as there.
-        outputs: as there.
-        unit: as there.
-        divisor: as there.
-        wire: "float32" (as they are), "bfloat16" or "int4".
+        exact: the exchanges. What must arrive as it is (masters, checkpoints, integers) is given to them.
+        gathered: the format of rows: "float32" (as they are), "bfloat16" or "int8".
+        reduced: the format of gradients: "float32" (as they are), "bfloat16" or "int4".
     """
-    if wire == "float32":
-        return collectives.reduce_scatter(items, outputs, unit, divisor)
-    rank, ranks = collectives.rank, collectives.num_ranks
-    sent: list[list[Tensor]] = [[] for _ in range(ranks)]
-    received: list[list[Tensor]] = [[] for _ in range(ranks)]
-    sums = []
-    for item, output in zip(items, outputs, strict=True):
-        terms: dict[int, Tensor] = {}
-        for peer in range(ranks):
-            rows = item.layout.elements_of(item.flat, peer)
-            if peer == rank:
-                continue
-            if _is_packed(item, wire):
-                size = num_bytes(wire, output.numel())
-                terms[peer] = torch.empty(size, dtype=torch.uint8, device=output.device)
-                rows = pack(wire, rows)
-            else:
-                terms[peer] = torch.empty_like(output, dtype=rows.dtype)
-            sent[peer].append(rows)
-            received[peer].append(terms[peer])
-        sums.append(_Sum(item, output, terms))
-    exchange = collectives.all_to_all(sent, received, "reduce_scatter", unit)
 
-    def finish() -> None:
-        for each in sums:
-            if not _is_packed(each.item, wire):
-                own = {rank: each.item.layout.elements_of(each.item.flat, rank)}
-                terms = own | each.terms
-                sum_in_order(each.output, [terms[number] for number in sorted(terms)], divisor)
-                continue
-            each.output.copy_(each.item.layout.elements_of(each.item.flat, rank))
-            room = torch.empty_like(each.output)  # for one peer after the other
-            for values in each.terms.values():
-                unpack(wire, values, room)
-                each.output.add_(room)
-            divide([each.output], divisor)
+    def __init__(self, exact: Collectives, gathered: str, reduced: str) -> None:
+        self._exact, self._gathered, self._reduced = exact, gathered, reduced
 
-    return _Then(exchange, finish)
+    def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """See `RowCollectives.gather`; also this rank's own rows get the values that the others receive."""
+        wire = self._gathered
+        packed = [item for item in items if _is_packed(item, wire)]
+        if not packed:
+            return self._exact.gather(items, unit)
+        rank, ranks = self._exact.rank, self._exact.num_ranks
+        sent = []
+        for item in packed:
+            size = num_bytes(wire, item.layout.chunk_numel)
+            room = torch.empty(ranks * size, dtype=torch.uint8, device=item.flat.device)
+            own = item.flat.new_zeros(item.layout.chunk_numel)  # the last ranks may have fewer rows
+            own[: item.layout.local_numel(rank)] = item.layout.elements_of(item.flat, rank)
+            room[rank * size : (rank + 1) * size] = pack(wire, own)
+            sent.append(Rows(room, RowLayout((ranks * size,), ranks)))
+        ids = {id(item) for item in packed}
+        exchange = self._exact.gather([*(item for item in items if id(item) not in ids), *sent], unit)
+
+        def finish() -> None:
+            # This rank's rows too: with its exact ones it would compute with other weights than its peers do.
+            for item, rows in zip(packed, sent, strict=True):
+                chunk = item.layout.chunk_numel
+                for number, values in enumerate(rows.flat.view(ranks, -1)):
+                    unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])
+
+        return _Then(exchange, finish)
+
+    def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
+        """See `RowCollectives.reduce_scatter`; each rank sends every other its rows, packed once."""
+        wire = self._reduced
+        if wire == "float32":
+            return self._exact.reduce_scatter(items, outputs, unit, divisor)
+        rank, ranks = self._exact.rank, self._exact.num_ranks
+        sent: list[list[Tensor]] = [[] for _ in range(ranks)]
+        received: list[list[Tensor]] = [[] for _ in range(ranks)]
+        sums = []
+        for item, output in zip(items, outputs, strict=True):
+            terms: dict[int, Tensor] = {}
+            for peer in range(ranks):
+                if peer == rank:
+                    continue
+                rows = item.layout.elements_of(item.flat, peer)
+                if _is_packed(item, wire):
+                    size = num_bytes(wire, output.numel())
+                    terms[peer] = torch.empty(size, dtype=torch.uint8, device=output.device)
+                    rows = pack(wire, rows)
+                else:
+                    terms[peer] = torch.empty_like(output, dtype=rows.dtype)
+                sent[peer].append(rows)
+                received[peer].append(terms[peer])
+            sums.append(_Sum(item, output, terms))
+        exchange = self._exact.all_to_all(sent, received, "reduce_scatter", unit)
+
+        def finish() -> None:
+            for each in sums:
+                self._add_up(each, divisor)
+
+        return _Then(exchange, finish)
+
+    def _add_up(self, each: _Sum, divisor: int) -> None:
+        """Write the sum of all ranks' terms, divided.
+
+        The sum is divided, and not its terms: those would be rounded once more, before they are packed. This rank's own term
+        never travels, and stays exact: unlike what is gathered, these rows are added up on this rank only.
+        """
+        own = each.item.layout.elements_of(each.item.flat, self._exact.rank)
+        if not _is_packed(each.item, self._reduced):
+            terms = {self._exact.rank: own} | each.terms
+            sum_in_order(each.output, [terms[number] for number in sorted(terms)], divisor)
+            return
+        each.output.copy_(own)  # not added: an interrupted sum is made again from the start
+        room = torch.empty_like(each.output)  # for one peer after the other
+        for values in each.terms.values():
+            unpack(self._reduced, values, room)
+            each.output.add_(room)
+        divide([each.output], divisor)

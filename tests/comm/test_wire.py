@@ -173,6 +173,7 @@ def _with_second_copy(secondary: int, exchange: str, formats: dict[str, str]) ->
     wire_config = {"secondary": secondary, **formats}
     config = {"stage": 3, "collectives": exchange, "wire": wire_config, "prefetch_bytes": 0}
     engine = zero.shard_model(model, config)
+    assert (engine.world.wired is engine.world.shards) == (not formats)  # nothing in between where nothing is packed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
@@ -207,13 +208,13 @@ def test_second_copy_keeps_the_bits_and_gathers_within_the_host(exchange: str, f
 @on_ranks(4)
 def test_second_copy_is_not_made_of_what_broke_off(name: str) -> None:
     """Every unit's news, and every start of a gather, is interrupted once, on all ranks alike."""
-    where: Any = {"changed": Unit, "gather": wire}[name]
     torch.manual_seed(0)
     model = Small()
     plain = copy.deepcopy(model)
-    zero.shard_model(
+    engine = zero.shard_model(
         model, {"stage": 3, "collectives": "pairwise", "wire": {"secondary": 2}, "units": {"min_numel": 1}}
     )
+    where: Any = {"changed": Unit, "gather": engine.world.wired}[name]
     x, original = torch.randn(4, 64), getattr(where, name)
     with torch.no_grad():
         for at in range(6):

@@ -259,16 +259,12 @@ class Board:
         self, rank: int, own: mmap.mmap, peers: dict[int, tuple[int, mmap.mmap]], ranks: Sequence[int]
     ) -> None:
         self.pid_of = {peer: pid for peer, (pid, _) in peers.items()} | {rank: os.getpid()}
-        self._handles: dict[int, int] = {}
-        for peer, (pid, _) in peers.items():
-            self._handles[peer] = os.pidfd_open(pid)
-        self._peers = [
-            Peer(peer, ranks[peer], pid, memoryview(memory).cast("q"), self._handles[peer])
-            for peer, (pid, memory) in peers.items()
-        ]
+        self._peers: list[Peer] = []  # filled one by one: `__del__` closes what is open, should the next not be had
+        for peer, (pid, memory) in peers.items():
+            self._peers.append(Peer(peer, ranks[peer], pid, memoryview(memory).cast("q"), os.pidfd_open(pid)))
         words = memoryview(own).cast("q")
         self.lanes = {name: Lane(name, ranks[rank], words, self._peers) for name in LANES}
 
     def __del__(self) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
+        for peer in self._peers:
+            os.close(peer.handle)

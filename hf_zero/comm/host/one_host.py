@@ -143,14 +143,11 @@ class HostCollectives(Collectives):
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
         private = [item for item in items if not self._is_shared(item.flat)]
-        numbers = [item.flat.data_ptr() + self._own_offset(item) for item in private]
+        numbers = [item.layout.elements_of(item.flat, self.rank).data_ptr() for item in private]
         received = sum(
             (item.layout.numel - item.layout.local_numel(self.rank)) * item.flat.itemsize for item in private
         )
         return self._post("gather", unit, numbers, received, partial(self._read_rows, private), items, bool(private))
-
-    def _own_offset(self, item: Rows) -> int:
-        return item.layout.span(self.rank)[0] * item.flat.itemsize
 
     def _read_rows(self, items: Sequence[Rows], numbers: dict[int, array[int]]) -> None:
         for peer, addresses in numbers.items():

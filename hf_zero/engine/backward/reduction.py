@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hf_zero.comm import wire
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.votes import bits, check_alike, fingerprint, words
@@ -194,15 +193,14 @@ class Reducer:
 
     def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
         """Begin the exchange that the configuration asks for."""
-        collectives, divisor = self.world.shards, self._divisor if self.world.replicas.num_ranks == 1 else 1
+        divisor = self._divisor if self.world.replicas.num_ranks == 1 else 1
         match self.world.config.reduce_scatter:
             case True:
-                sent_as = self.world.config.wire.reduce
-                return wire.reduce_scatter(collectives, items, outputs, unit, divisor, sent_as)
+                return self.world.wired.reduce_scatter(items, outputs, unit, divisor)
             case False:
-                return collectives.reduce_whole(items, outputs, unit, divisor)
+                return self.world.shards.reduce_whole(items, outputs, unit, divisor)
             case "to_owner":
-                return collectives.reduce_to_owners(items, outputs, unit, divisor)
+                return self.world.shards.reduce_to_owners(items, outputs, unit, divisor)
 
     @property
     def _divisor(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -18,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm import together, wire
+from hf_zero.comm import together
 from hf_zero.comm.axes import Axes
-from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.collectives import Collectives, RowCollectives, Rows
 from hf_zero.comm.groups import default_group
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
+from hf_zero.comm.wire import WireCollectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision
 from hf_zero.errors import UsageError, ZeroError
@@ -143,6 +145,15 @@ class World(Axes):
         """Number of ranks."""
         return self.everyone.num_ranks
 
+    @functools.cached_property
+    def wired(self) -> RowCollectives:
+        """`shards` in the wire formats asked for: for what modules compute with, and for gradients.
+
+        All else goes over `shards`, exact: masters, checkpoints, integers, and what ranks agree on.
+        """
+        wire = self.config.wire
+        return self.shards if wire.is_exact else WireCollectives(self.shards, wire.gather, wire.reduce)
+
     @property
     def shard_rank(self) -> int:
         """Which rows this rank holds."""
@@ -210,21 +221,21 @@ class World(Axes):
         """Give every rank the values of rank `source`; of a tensor on this rank's device, or on the host."""
         self.everyone.broadcast(tensor, source, unit)
 
-    def gather_whole(self, local: Tensor, layout: RowLayout, unit: str, sent_as: str = "float32") -> Tensor:
+    def gather_whole(self, local: Tensor, layout: RowLayout, unit: str, over: RowCollectives | None = None) -> Tensor:
         """The whole tensor of which every rank has its rows `local`, in memory of its own; called by all ranks together.
 
         Args:
             local: this rank's rows.
             layout: which rows are whose.
             unit: for the ledger and for errors.
-            sent_as: a wire format, for what modules compute with; "float32": as it is.
+            over: `wired`, for what modules compute with; None: `shards`, for what must arrive as it is.
         """
         if layout.num_ranks == 1:
             return local.clone()
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=local.dtype, device=local.device)
         layout.elements_of(flat, self.shard_rank).copy_(layout.flat(local))
-        wire.gather(self.shards, [Rows(flat, layout)], unit, sent_as).wait()
+        (over or self.shards).gather([Rows(flat, layout)], unit).wait()
         whole = layout.in_shape(flat[: layout.numel], layout.shape).contiguous()
         # In memory of its own: `save_pretrained` splits files by the bytes of storages.
         return whole.clone() if whole.data_ptr() == flat.data_ptr() and layout.numel != layout.padded_numel else whole

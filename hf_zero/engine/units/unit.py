@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm import wire
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameters.quantised import is_quantised
@@ -274,9 +273,8 @@ class Unit:
             _fill_own_rows(chosen)
             if self._world.config.offload.is_anything:
                 _release_rows(chosen)
-            sent_as = self._world.config.wire.gather
             if items:
-                self._pending.append(wire.gather(self._world.shards, items, self.name, sent_as))
+                self._pending.append(self._world.wired.gather(items, self.name))
                 self._arriving = self.epoch
         self.residency = Residency.GATHERING
 
@@ -353,8 +351,8 @@ class Unit:
             whole = self._slots[id(p)].whole.data
             lease.give_back()
             return whole
-        sent_as = "float32" if is_quantised(p.param) else self._world.config.wire.gather
-        return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name, sent_as)
+        over = self._world.shards if is_quantised(p.param) else self._world.wired
+        return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name, over)
 
     def changed(self, parameters: Iterable[ZeroParameter]) -> None:
         """`parameters` of this unit have new rows on every rank, and `epoch` is a new one: whole tensors made before are old.
