@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
+from hf_zero.engine.units.unit import Tenure
 from tests.engine.twins import ALL_STAGES, Block, Net, Twins, assert_same, batch, square_loss, whole
 from tests.ranks import on_ranks, run_ranks
 
@@ -561,7 +562,7 @@ def test_values_that_leave_a_call_by_any_way_are_never_read_from_released_memory
     hidden = twins.model.blocks[1].kept  # of a graph whose outputs are never used
     hidden.sum().backward() if hidden.requires_grad and twins.steps_done < 0 else None
     if stage == 3:
-        assert not any(unit.is_pinned for unit in twins.engine.units)
+        assert not any(unit.tenure is Tenure.PINNED for unit in twins.engine.units)
 
 
 class Holding(nn.Module):
@@ -593,7 +594,7 @@ def test_a_view_kept_by_a_module_keeps_its_unit_whole() -> None:
     twins = Twins(3, Held, prefetch_bytes=0)
     twins.step(3)
     twins.assert_same_output()
-    assert [unit.name for unit in twins.engine.units if unit.is_pinned] == ["holding"]
+    assert [unit.name for unit in twins.engine.units if unit.tenure is Tenure.PINNED] == ["holding"]
 
 
 # ---- interrupts and changed models -----------------------------------------------------------------------------------
