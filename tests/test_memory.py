@@ -132,7 +132,7 @@ def states(config: dict[str, Any]) -> States:
         model(**stack_batch(3 * step + 2, rank, WIDTH)).backward()
         optimizer.step()
         for unit in engine.units:
-            unit._wait()  # the gathers that a step starts hold packed small parameters until they are waited for
+            unit.settle()  # the gathers that a step starts hold packed small parameters until they are waited for
         found.append(live_bytes(engine) - before if step else 0)
         optimizer.zero_grad()
         found.append(live_bytes(engine) - before if step else 0)

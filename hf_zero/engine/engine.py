@@ -29,6 +29,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import FoundParameter, Structure, find_parameters, group, roots_of
+from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import (
     Read,
     ReadableParameters,
@@ -36,7 +37,7 @@ from hf_zero.engine.units.reading import (
     tensors_in,
 )
 from hf_zero.engine.units.under_way import calls_of, is_function_running
-from hf_zero.engine.units.unit import GatheredMemory, Unit
+from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import PartitionError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -321,13 +322,13 @@ class ZeroEngine:
         if p is None or not self._is_running():
             return param
         is_traced = self._is_traced(p)
-        known = self.gathering.reads.get((id(p), is_traced))
+        known = self.gathering.reads.get((p, is_traced))
         if known is None:
             self.gathering.begin_read()
             unit = self._unit_of[id(p)]
             whole = as_shown(param, unit.read_whole(p))
             known = p.as_seen(in_graph(self.backward, Read(p, unit), whole) if is_traced else whole)
-            self.gathering.reads[id(p), is_traced] = known
+            self.gathering.reads[p, is_traced] = known
         return known
 
     def _is_traced(self, p: ZeroParameter) -> bool:

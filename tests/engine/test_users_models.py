@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
+from hf_zero.engine.units.unit import Tenure
 from tests.engine.twins import ALL_STAGES, Block, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
 
@@ -93,7 +94,7 @@ def test_values_that_leave_a_call_by_any_way_are_never_read_from_released_memory
     hidden = twins.model.blocks[1].kept  # of a graph whose outputs are never used
     hidden.sum().backward() if hidden.requires_grad and twins.steps_done < 0 else None
     if stage == 3:
-        assert not any(unit.is_pinned for unit in twins.engine.units)
+        assert not any(unit.tenure is Tenure.PINNED for unit in twins.engine.units)
 
 
 class Holding(nn.Module):
@@ -125,7 +126,7 @@ def test_a_view_kept_by_a_module_keeps_its_unit_whole() -> None:
     twins = Twins(3, Held, prefetch_bytes=0)
     twins.step(3)
     twins.assert_same_output()
-    assert [unit.name for unit in twins.engine.units if unit.is_pinned] == ["holding"]
+    assert [unit.name for unit in twins.engine.units if unit.tenure is Tenure.PINNED] == ["holding"]
 
 
 @on_ranks(2)

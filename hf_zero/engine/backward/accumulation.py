@@ -24,13 +24,13 @@ from hf_zero.engine.parameters.user_hooks import grad_hooks, has_grad_hooks
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit
 
-WholeGradients = dict[int, Tensor]  # id(ZeroParameter) -> whole gradient; those that were not used are missing
+WholeGradients = dict[ZeroParameter, Tensor]  # those that were not used are missing
 
 
 def add_up(into: WholeGradients, found: WholeGradients) -> None:
     """Add gradients to what has come before; none of the tensors is written to."""
-    for key, grad in found.items():
-        into[key] = into[key] + grad if key in into else grad
+    for p, grad in found.items():
+        into[p] = into[p] + grad if p in into else grad
 
 
 class Accumulation:
@@ -55,7 +55,7 @@ class Accumulation:
 
     def add(self, unit: Unit, found: WholeGradients) -> None:
         """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come."""
-        if unit in self._hooked or any(has_grad_hooks(p.param) for p in unit.parameters if id(p) in found):
+        if unit in self._hooked or any(has_grad_hooks(p.param) for p in found):
             add_up(self._hooked.setdefault(unit, {}), found)
         else:
             self._hand_on(unit, found)
@@ -64,9 +64,9 @@ class Accumulation:
         """Pass this rank's whole gradients through what users have registered, once a backward, as autograd does."""
         for unit, waiting in self._hooked.items():
             for p in unit.parameters:
-                for hook in grad_hooks(p.param) if id(p) in waiting else ():
-                    changed = hook(waiting[id(p)])
-                    waiting[id(p)] = waiting[id(p)] if changed is None else changed
+                for hook in grad_hooks(p.param) if p in waiting else ():
+                    changed = hook(waiting[p])
+                    waiting[p] = waiting[p] if changed is None else changed
             self._hand_on(unit, waiting)
 
     def finish(self, units: Iterable[Unit]) -> list[int]:
@@ -102,7 +102,7 @@ class Accumulation:
             self.reducer.ready(unit, found)
             return
         for p in unit.trainable():
-            if (grad := found.get(id(p))) is None:
+            if (grad := found.get(p)) is None:
                 continue
             dtype = self._world.precision.reduce_for(grad.dtype)
             if self.reducer is None:
@@ -117,8 +117,8 @@ class Accumulation:
             self._reduce_sums(unit, self.reducer)
 
     def _reduce_sums(self, unit: Unit, reducer: Reducer) -> None:
-        taken = {id(p): self._take(p, self._sums.pop(p, None)) for p in unit.trainable()}
-        found = {key: grad for key, grad in taken.items() if grad is not None}
+        taken = {p: self._take(p, self._sums.pop(p, None)) for p in unit.trainable()}
+        found = {p: grad for p, grad in taken.items() if grad is not None}
         if found:
             reducer.ready(unit, found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.backward.accumulation import Accumulation, add_up
 from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
-from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
+from hf_zero.engine.backward.reduction import GradientDtypes, Reducer
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.alike import SameGradients
@@ -90,13 +90,14 @@ class Backward:
         self.gathering = gathering
         self._anchor_node = torch_compat.gradient_node(self.anchor)
         self._world = world
-        self._ways = gradient_dtypes(parameters, world)
+        self._gradient_dtypes = {p: GradientDtypes.of(p, world) for p in parameters}
         self._trained = parameters
         self._same_gradients = SameGradients(world)
         self._buffers = Buffers(model, world)
         self._watchable = [p for p in parameters if self._is_to_be_watched(p)]
-        self._watched: set[int] = set()
+        self._watched: set[ZeroParameter] = set()
         self._handles: list[Any] = []
+        self._nodes: list[Any] = []  # of the graph, with hooks: they live only as long as somebody holds them
         self._is_syncing = True
         self._follows_no_sync = False  # since the last reduction
 
@@ -105,8 +106,8 @@ class Backward:
     def watch(self) -> None:
         """Watch the parameters that are trainable now; torch refuses a hook on others, which may be thawed later."""
         for p in self._watchable:
-            if p.param.requires_grad and id(p) not in self._watched:
-                self._watched.add(id(p))
+            if p.param.requires_grad and p not in self._watched:
+                self._watched.add(p)
                 self._handles.append(self._watch(p))
 
     def stop(self) -> None:
@@ -128,7 +129,8 @@ class Backward:
                 return None
             return (grad.redistribute(param.device_mesh, param.placements),)
 
-        return _Watched(node, node.register_prehook(cut))
+        self._nodes.append(node)
+        return node.register_prehook(cut)
 
     # --- the pass -----------------------------------------------------------------------------------------------
 
@@ -152,8 +154,10 @@ class Backward:
     def _make_reducer(self) -> Reducer | None:
         if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.config.policy.shards_gradients:
             return None
-        trainable = {unit.index: unit for unit in self.gathering.units if unit.is_trained}
-        return Reducer(trainable, self._world, self.gathering.reductions, self._ways, self.gathering.num_steps)
+        trainable = {unit.index: unit for unit in self.gathering.units if unit.trainable()}
+        return Reducer(
+            trainable, self._world, self.gathering.reductions, self._gradient_dtypes, self.gathering.num_steps
+        )
 
     def _end(self) -> None:
         session = self.session
@@ -252,9 +256,7 @@ class Backward:
         call.check_not_outdated()
         session.has_gradients = True
         pairs = zip(call.parameters, gradients, strict=True)
-        add_up(
-            call.gradients, {id(p): torch_compat.complete(g) for p, g in pairs if g is not None and self._is_wanted(p)}
-        )
+        add_up(call.gradients, {p: torch_compat.complete(g) for p, g in pairs if g is not None and self._is_wanted(p)})
         # A reentrant checkpoint inside the call runs a backward of its own: the rest of the call is still to come.
         if call not in session.open_calls or call.graph_task == torch_compat.graph_task():
             self._finish_call(call, session)
@@ -266,7 +268,7 @@ class Backward:
         check_not_outdated(read.unit, read.epoch)
         if self._is_wanted(read.parameter):
             session.has_gradients = True
-            session.gradients.add(read.unit, {id(read.parameter): gradient})
+            session.gradients.add(read.unit, {read.parameter: gradient})
 
     def make_whole(self, unit: Unit, epoch: int) -> None:
         """Autograd needs a saved view of a unit: let the unit be whole until this backward ends."""
@@ -300,7 +302,7 @@ class Backward:
         for unit in call.units:
             found = gradients
             if len(call.units) > 1:
-                found = {id(p): gradients[id(p)] for p in unit.parameters if id(p) in gradients}
+                found = {p: gradients[p] for p in unit.parameters if p in gradients}
             if found:
                 session.gradients.add(unit, found)
         self._close(call)
@@ -314,7 +316,7 @@ class Backward:
             call.entry.backward_call = None
         call.uninstall()
         for unit in call.units:
-            unit.is_kept = False
+            unit.stop_keeping()
         call.release()
 
 
@@ -329,11 +331,16 @@ class PlainBackward(Backward):
         return self._world.data.num_ranks > 1
 
     def _watch(self, p: ZeroParameter) -> Any:
-        return _watch_gradient(p, self._on_gradient)
+        """Hear whenever autograd has added to the gradient of a plain parameter."""
+        owner, of_parameter = weakref.ref(self), weakref.ref(p)
 
-    def _on_gradient(self, p: ZeroParameter) -> None:
-        self.begin().has_gradients = True
-        self._reducer.arrived(p, self._is_syncing)
+        def hook(_: Tensor) -> None:  # a tensor's hooks are invisible to the garbage collector: no cycle through them
+            backward, known = owner(), of_parameter()
+            if backward is not None and known is not None:
+                backward.begin().has_gradients = True
+                backward._reducer.arrived(known, backward._is_syncing)
+
+        return p.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _make_reducer(self) -> None:
         return None
@@ -348,29 +355,6 @@ class PlainBackward(Backward):
         super().recover()
         if has_broken_off:
             self._reducer.abandon()
-
-
-class _Watched(NamedTuple):
-    """A node of the graph, which lives only as long as somebody holds it, with a hook."""
-
-    node: Any
-    handle: Any
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        self.handle.remove()
-
-
-def _watch_gradient(p: ZeroParameter, on_gradient: Callable[[ZeroParameter], None]) -> Any:
-    """Call `on_gradient(p)` whenever autograd has added to the gradient of a plain parameter; returns the handle."""
-    owner, of_parameter = weakref.WeakMethod(on_gradient), weakref.ref(p)
-
-    def hook(_: Tensor) -> None:  # a tensor's hooks are invisible to the garbage collector: no cycle through them
-        call, parameter = owner(), of_parameter()
-        if call is not None and parameter is not None:
-            call(parameter)
-
-    return p.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _refuse_create_graph() -> None:

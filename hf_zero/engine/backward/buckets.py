@@ -15,14 +15,14 @@ number until they are cleared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.backward.votes import bits, check_alike, fingerprint, words
+from hf_zero.engine.backward.votes import Report, bitmap, bits, fingerprint, named_by_any, words
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.world import World
@@ -69,6 +69,23 @@ class _PendingGradient:
             param.grad = grad if grad.data_ptr() == mean.data_ptr() else grad.copy_(mean)
 
 
+@dataclass(frozen=True)
+class _Report(Report):
+    """What one rank says of its buckets.
+
+    Attributes:
+        num_begun: of this backward.
+        num_abandoned: of a torn one.
+        is_torn: see [Note: a torn backward].
+        has_waiting: gradients have waited for the end that are in a bucket still.
+    """
+
+    num_begun: int = 0
+    num_abandoned: int = 0
+    is_torn: bool = False
+    has_waiting: bool = False
+
+
 class WholeReducer:
     """Averages the gradients of plain parameters over the ranks.
 
@@ -80,10 +97,10 @@ class WholeReducer:
     def __init__(self, parameters: list[ZeroParameter], world: World) -> None:
         self._parameters = parameters
         self._world = world
-        self._used: set[int] = set()  # that autograd has added to since the last reduction
+        self._used: set[ZeroParameter] = set()  # that autograd has added to since the last reduction
         self._buckets: list[list[ZeroParameter]] = []
-        self._bucket_of: dict[int, int] = {}
-        self._unbucketed: set[int] = set()  # the same on all ranks
+        self._bucket_of: dict[ZeroParameter, int] = {}
+        self._unbucketed: set[ZeroParameter] = set()  # the same on all ranks
         self._is_torn = False
         self._abandoned: list[Exchange] = []  # of a torn backward: of the first buckets
         self._begin()
@@ -91,26 +108,26 @@ class WholeReducer:
     def _begin(self) -> None:
         """Forget what has come of the last backward."""
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._arrived: set[int] = set()
+        self._arrived: set[ZeroParameter] = set()
         self._under_way: list[tuple[Exchange, list[_PendingGradient]]] = []
-        self._waiting: set[int] = set()  # what is not to be reduced before the end
-        self._later: set[int] = set()  # what has come after its bucket had begun
+        self._waiting: set[ZeroParameter] = set()  # what is not to be reduced before the end
+        self._later: set[ZeroParameter] = set()  # what has come after its bucket had begun
 
     def arrived(self, p: ZeroParameter, is_syncing: bool) -> None:
         """Autograd has added to the gradient of `p`, whose other hooks may still be to run."""
-        self._used.add(id(p))
+        self._used.add(p)
         if not is_syncing:
             return
-        index = self._bucket_of.get(id(p), -1)
+        index = self._bucket_of.get(p, -1)
         self._start()
         if 0 <= index < len(self._under_way):
-            self._later.add(id(p))
+            self._later.add(p)
         is_hooked = len(post_accumulate_hooks(p.param)) > 1  # one is the engine's
-        if id(p) in self._arrived or is_hooked:
-            self._waiting.add(id(p))
+        if p in self._arrived or is_hooked:
+            self._waiting.add(p)
         elif index >= 0:
             self._missing[index] -= 1
-        self._arrived.add(id(p))
+        self._arrived.add(p)
 
     def _start(self) -> None:
         """Begin the buckets whose turn it is."""
@@ -138,39 +155,48 @@ class WholeReducer:
 
     def _finish(self, num_steps: int) -> None:
         self._start()
-        given = {id(part.parameter) for _, parts in self._under_way for part in parts if part.grad is not None}
         trainable = [p for p in self._parameters if p.param.requires_grad]
-        has = [id(p) in self._used and (p.param.grad is not None or id(p) in given) for p in trainable]
-        used = sum(1 << position for position, is_used in enumerate(has) if is_used)
+        given = {part.parameter for _, parts in self._under_way for part in parts if part.grad is not None}
         waiting = (self._waiting | self._later) - self._unbucketed
-        flags = [len(self._under_way), len(self._abandoned), int(self._is_torn), int(bool(waiting))]
-        values = [fingerprint(trainable), num_steps, *flags, *words(used, len(self._parameters))]
-        rows = self._world.everyone.agree(values, "the end of backward")
-        check_alike((row[0] for row in rows), (row[1] for row in rows))
-        num_begun = [row[2] for row in rows]
-        if any(row[4] for row in rows):
-            self._make_up(num_begun, [row[3] for row in rows])
-        anywhere = self._chosen(trainable, (row[6:] for row in rows))
-        while len(self._under_way) < max(num_begun):
+        report = _Report(
+            used=bitmap(trainable, {p for p in self._used if p in given or p.param.grad is not None}),
+            num_steps=num_steps,
+            trained=fingerprint(trainable),
+            num_begun=len(self._under_way),
+            num_abandoned=len(self._abandoned),
+            is_torn=self._is_torn,
+            has_waiting=bool(waiting),
+        )
+        reports = report.agree(self._world.everyone, len(self._parameters))
+        if any(report.is_torn for report in reports):
+            self._make_up(reports)
+        anywhere = dict.fromkeys(named_by_any(trainable, [report.used for report in reports]))
+        while len(self._under_way) < max(report.num_begun for report in reports):
             self._reduce([_PendingGradient.of(p) for p in self._buckets[len(self._under_way)]])
-        have_begun = {id(part.parameter) for _, parts in self._under_way for part in parts}
+        have_begun = {part.parameter for _, parts in self._under_way for part in parts}
         later: list[ZeroParameter] = []
-        if any(row[5] for row in rows):
-            self._unbucketed.update(map(id, self._agree_on(waiting, trainable)))
+        if any(report.has_waiting for report in reports):
+            self._unbucketed.update(self._agree_on(waiting, trainable))
             later = [p for p in self._agree_on(self._later, trainable) if p in anywhere]
-        extra = [_PendingGradient.of(p) if id(p) in self._later else _PendingGradient.of_zeros(p) for p in later]
-        for bucket in self._divided([p for p in reversed(anywhere) if id(p) not in have_begun]):
+        # Taken now: `_complete` gives `.grad` back what the bucket has averaged.
+        extra = [_PendingGradient.of(p) if p in self._later else _PendingGradient.of_zeros(p) for p in later]
+        for bucket in self._divided([p for p in reversed(anywhere) if p not in have_begun]):
             self._reduce([_PendingGradient.of(p) for p in bucket])
-        self._complete({id(p) for p in anywhere})
+        self._complete(anywhere)
         if extra:
-            firsts = [p.param.grad for p in later]
-            self._reduce(extra)
-            self._complete({id(p) for p in later})
-            for p, first in zip(later, firsts, strict=True):
-                assert first is not None and p.param.grad is not None
-                p.param.grad = first.add_(p.param.grad)
+            self._add_later(extra)
         self._used.clear()
-        self._expect([p for p in reversed(anywhere) if id(p) not in self._unbucketed])
+        self._expect([p for p in reversed(anywhere) if p not in self._unbucketed])
+
+    def _add_later(self, extra: list[_PendingGradient]) -> None:
+        """Average what has come after its bucket had begun, and add it to the averages that `.grad` has."""
+        params = [part.parameter.param for part in extra]
+        firsts = [param.grad for param in params]
+        self._reduce(extra)
+        self._complete({part.parameter for part in extra})
+        for param, first in zip(params, firsts, strict=True):
+            assert first is not None and param.grad is not None
+            param.grad = first.add_(param.grad)
 
     def abandon(self) -> None:
         """The backward broke off: see [Note: a torn backward]."""
@@ -182,15 +208,15 @@ class WholeReducer:
                     part.parameter.param.grad = torch.full_like(part.grad, torch.nan)
         self._begin()
 
-    def _make_up(self, num_begun: list[int], num_abandoned: list[int]) -> None:
+    def _make_up(self, reports: list[_Report]) -> None:
         """Take part in the exchanges of a torn backward that other ranks have begun, and drop what they give.
 
         Raises:
             CollectiveError: on all ranks, where some have begun to reduce this backward, which met the others' torn one.
         """
-        most = max(num_abandoned)
-        if most and (any(num_begun) or most > len(self._buckets)):
-            torn = [rank for rank, count in enumerate(num_abandoned) if count]
+        most = max(report.num_abandoned for report in reports)
+        if most and (any(report.num_begun for report in reports) or most > len(self._buckets)):
+            torn = [rank for rank, report in enumerate(reports) if report.num_abandoned]
             raise CollectiveError(
                 f"a backward broke off on ranks {torn} while gradients were averaged, and not on all ranks, so the gradients "
                 "of different backwards have met: call `zero_grad()` on all ranks and go on with the next batch"
@@ -202,33 +228,24 @@ class WholeReducer:
             self._abandoned.pop(0)
         self._is_torn = False
 
-    def _complete(self, wanted: set[int]) -> None:
+    def _complete(self, wanted: Collection[ZeroParameter]) -> None:
         while self._under_way:
             exchange, parts = self._under_way[0]
             exchange.wait()
             for part in parts:
-                part.put_back(id(part.parameter) in wanted)
+                part.put_back(part.parameter in wanted)
             self._under_way.pop(0)
 
-    def _agree_on(self, mine: set[int], trainable: list[ZeroParameter]) -> list[ZeroParameter]:
+    def _agree_on(self, mine: set[ZeroParameter], trainable: list[ZeroParameter]) -> list[ZeroParameter]:
         """The parameters that any rank names."""
-        named = sum(1 << position for position, p in enumerate(trainable) if id(p) in mine)
-        rows = self._world.everyone.agree(words(named, len(self._parameters)), "gradients that wait for the end")
-        return self._chosen(trainable, rows)
-
-    @staticmethod
-    def _chosen(trainable: list[ZeroParameter], bitmaps: Iterable[Sequence[int]]) -> list[ZeroParameter]:
-        """Parameters whose bit any rank has set."""
-        found = 0
-        for bitmap in bitmaps:
-            found |= bits(bitmap)
-        return [p for position, p in enumerate(trainable) if found >> position & 1]
+        named = words(bitmap(trainable, mine), len(self._parameters))
+        return named_by_any(trainable, map(bits, self._world.everyone.agree(named, "gradients that wait for the end")))
 
     def _expect(self, parameters: list[ZeroParameter]) -> None:
         """Next time the gradients of these are to come, in this order, the same on every rank."""
         if [p for bucket in self._buckets for p in bucket] != parameters:
             self._buckets = self._divided(parameters)
-            self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket}
+            self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._begin()
 
     def _divided(self, parameters: list[ZeroParameter]) -> list[list[ZeroParameter]]:

@@ -35,9 +35,9 @@ class Buffers:
 
     def even_out(self) -> None:
         """Give every rank the first one's values: see [Note: buffers]. Called by all ranks together."""
-        if not self._is_on or not (by_id := {id(buffer): buffer for buffer in self._chosen()}):
+        if not self._is_on or not (chosen := dict.fromkeys(self._chosen())):
             return
-        found = sorted(by_id.values(), key=lambda buffer: -buffer.itemsize)  # so that all are aligned when packed
+        found = sorted(chosen, key=lambda buffer: -buffer.itemsize)  # so that all are aligned when packed
         # Aliases: autograd takes no offence, and what it has saved of them changes only where a forward has changed it.
         flat = [buffer.data.reshape(-1).view(torch.uint8) for buffer in found]
         packed = torch.cat(flat)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.backward.votes import bits, check_alike, fingerprint, words
+from hf_zero.engine.backward.votes import Report, bitmap, fingerprint, named_by_any
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.schedule import ReductionSchedule
@@ -19,9 +20,24 @@ from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import CollectiveError
 
 
+@dataclass(frozen=True)
+class _Report(Report):
+    """What one rank says of its reductions.
+
+    Attributes:
+        has_leftover: units have got gradients beyond the expected order.
+        is_unexpected: its backward went in another order.
+        sequence_hash: of all that it has gathered and reduced.
+    """
+
+    has_leftover: bool = False
+    is_unexpected: bool = False
+    sequence_hash: int = 0
+
+
 def num_values_agreed(num_parameters: int) -> int:
     """How many numbers the ranks agree on at the end of a backward."""
-    return 5 + len(words(0, num_parameters))
+    return len(_Report().pack(num_parameters))
 
 
 def given_dtype(p: ZeroParameter, world: World) -> torch.dtype:
@@ -55,17 +71,11 @@ class GradientDtypes:
     summed: torch.dtype
     sent_bytes: int
 
-
-def gradient_dtypes(parameters: Iterable[ZeroParameter], world: World) -> dict[int, GradientDtypes]:
-    """The way of every parameter's gradient, by id."""
-    return {
-        id(p): GradientDtypes(
-            given_dtype(p, world),
-            world.precision.reduce_for(p.compute_dtype),
-            p.layout.numel * sent_dtype(p, world).itemsize,
-        )
-        for p in parameters
-    }
+    @classmethod
+    def of(cls, p: ZeroParameter, world: World) -> Self:
+        """Those of one parameter."""
+        summed = world.precision.reduce_for(p.compute_dtype)
+        return cls(given_dtype(p, world), summed, p.layout.numel * sent_dtype(p, world).itemsize)
 
 
 @dataclass(eq=False)
@@ -76,6 +86,11 @@ class _InFlight:
     num_bytes: int
     exchanges: list[Exchange]
     results: list[tuple[ZeroParameter, Tensor, bool]]
+
+    def wait(self) -> None:
+        """Wait until the rows are there."""
+        for exchange in self.exchanges:
+            exchange.wait()
 
 
 @dataclass(eq=False)
@@ -98,25 +113,25 @@ class Reducer:
     units: dict[int, Unit]
     world: World
     expected: Sequence[int]
-    gradient_dtypes: Mapping[int, GradientDtypes]
+    gradient_dtypes: Mapping[ZeroParameter, GradientDtypes]
     num_steps: int = 0
     _order: ReductionSchedule = field(init=False)
-    _gradients: dict[int, deque[dict[int, Tensor]]] = field(default_factory=dict)
+    _gradients: dict[int, deque[dict[ZeroParameter, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _between_replicas: deque[_InFlight] = field(default_factory=deque)
-    _used: set[int] = field(default_factory=set)
-    _unused: dict[int, Tensor] = field(default_factory=dict)
+    _used: set[ZeroParameter] = field(default_factory=set)
+    _unused: dict[ZeroParameter, Tensor] = field(default_factory=dict)
     given: dict[ZeroParameter, None] = field(default_factory=dict)  # what has got a gradient
 
     def __post_init__(self) -> None:
         self._order = ReductionSchedule([index for index in self.expected if index in self.units])
 
-    def ready(self, unit: Unit, gradients: dict[int, Tensor]) -> None:
+    def ready(self, unit: Unit, gradients: dict[ZeroParameter, Tensor]) -> None:
         """A unit's whole gradients are there.
 
         Args:
             unit: the unit.
-            gradients: id(ZeroParameter) -> gradient of the whole shape; never written to. Those not used are missing.
+            gradients: of the whole shape; never written to. Those not used are missing.
         """
         self._used.update(gradients)
         self._gradients.setdefault(unit.index, deque()).append(gradients)
@@ -131,7 +146,7 @@ class Reducer:
         """
         for index in self._order.rest():
             self._start(index)
-        leftover = self._order.leftover()
+        leftover = self._order.waiting.copy()
         parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
         reports = self._agree(parameters, bool(leftover))
         if any(report.has_leftover for report in reports):
@@ -141,21 +156,16 @@ class Reducer:
         while self._between_replicas:
             self._complete_replicas()
         self.world.shards.settle()
-        used_somewhere = 0
-        for report in reports:
-            used_somewhere |= report.used
-        for position, p in enumerate(parameters):
-            if used_somewhere >> position & 1:
-                self.given[p] = None
-                if id(p) in self._unused:
-                    p.add_grad(self._unused[id(p)])
+        for p in named_by_any(parameters, [report.used for report in reports]):
+            self.given[p] = None
+            if p in self._unused:
+                p.add_grad(self._unused[p])
         return self._next_order(any(report.is_unexpected for report in reports))
 
     def abandon(self) -> None:
         """The backward broke off: wait for what is under way, and drop it."""
         for item in [*self._in_flight, *self._between_replicas]:
-            for exchange in item.exchanges:
-                exchange.wait()
+            item.wait()
         self._in_flight.clear()
         self._between_replicas.clear()
 
@@ -169,19 +179,18 @@ class Reducer:
         results: list[tuple[ZeroParameter, Tensor, bool]] = []
         num_bytes = 0
         for p in unit.trainable():
-            grad, way = gradients.get(id(p)), self.gradient_dtypes[id(p)]
-            is_used = grad is not None
-            flat = self._flat(p, grad, way.given)
-            num_bytes += way.sent_bytes
+            grad, dtypes = gradients.get(p), self.gradient_dtypes[p]
+            flat = self._flat(p, grad, dtypes.given)
+            num_bytes += dtypes.sent_bytes
             if p.is_sharded:
-                output = flat.new_empty(p.local_numel, dtype=way.summed)
+                # Fresh: kept from one backward to the next, it cost 4/N bytes a parameter at the peak, and no time was saved.
+                result = flat.new_empty(p.local_numel, dtype=dtypes.summed)
                 sharded.append(Rows(flat, p.layout))
-                outputs.append(output)
-                results.append((p, output, is_used))
-            else:
-                own = flat.clone() if is_used and flat.data_ptr() == grad.data_ptr() else flat  # type: ignore[union-attr]
-                summed.append(own)
-                results.append((p, own, is_used))
+                outputs.append(result)
+            else:  # summed in place, and autograd may have handed its own to somebody else
+                result = flat.clone() if grad is not None and flat.data_ptr() == grad.data_ptr() else flat
+                summed.append(result)
+            results.append((p, result, grad is not None))
         while self._in_flight and self._bytes_in_flight() + num_bytes > self.world.config.bucket_bytes:
             self._complete()
         exchanges = []
@@ -218,8 +227,7 @@ class Reducer:
     def _complete(self) -> None:
         """Wait for the oldest reduction within the replica; its rows go on to the other replicas, or to the gradients."""
         item = self._in_flight.popleft()
-        for exchange in item.exchanges:
-            exchange.wait()
+        item.wait()
         if self.world.replicas.num_ranks == 1:
             self._add(item)
             return
@@ -232,37 +240,34 @@ class Reducer:
     def _complete_replicas(self) -> None:
         """Wait for the oldest sum over the replicas, and add its rows to the gradients."""
         item = self._between_replicas.popleft()
-        for exchange in item.exchanges:
-            exchange.wait()
+        item.wait()
         self._add(item)
 
     def _add(self, item: _InFlight) -> None:
         for p, rows, is_used in item.results:
             if is_used:
                 p.add_grad(rows)
-            elif id(p) in self._unused:
-                self._unused[id(p)].add_(rows)
+            elif p in self._unused:
+                self._unused[p].add_(rows)
             else:
-                self._unused[id(p)] = rows
+                self._unused[p] = rows
 
     def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
-        used = sum(1 << position for position, p in enumerate(parameters) if id(p) in self._used)
-        sequence_hash = self.world.shards.sequence_hash
-        flags = [
-            int(has_leftover),
-            int(self._order.is_unexpected()),
-            fingerprint(parameters),
-            sequence_hash,
-            self.num_steps,
-        ]
-        rows = self.world.everyone.agree([*flags, *words(used, len(self.gradient_dtypes))], "the end of backward")
-        check_alike((row[2] for row in rows), (row[4] for row in rows))
-        if len({row[3] for row in rows}) > 1:
+        report = _Report(
+            used=bitmap(parameters, self._used),
+            num_steps=self.num_steps,
+            trained=fingerprint(parameters),
+            has_leftover=has_leftover,
+            is_unexpected=self._order.is_unexpected(),
+            sequence_hash=self.world.shards.sequence_hash,
+        )
+        reports = report.agree(self.world.everyone, len(self.gradient_dtypes))
+        if len({report.sequence_hash for report in reports}) > 1:
             raise CollectiveError(
                 "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
                 "in stage 3 every rank must call the same units in the same order"
             )
-        return [_Report(bool(row[0]), bool(row[1]), bits(row[5:])) for row in rows]
+        return reports
 
     def _reduce_leftover(self, leftover: list[int]) -> None:
         """Reduce units once more, as often as the rank that has most is waiting with them."""
@@ -276,18 +281,9 @@ class Reducer:
         """The order of rank 0's backward, where any rank's went in another one than expected."""
         if not is_unexpected:
             return list(self.expected)
-        seen = self._order.seen()
+        seen = self._order.seen
         lengths = self.world.everyone.agree([len(seen)], "length of the order of reductions")
         longest = max(length for (length,) in lengths)
         rows = self.world.everyone.agree(seen + [-1] * (longest - len(seen)), "order of reductions")
         order = [index for index in rows[0] if index >= 0]
         return order + [index for index in self.expected if index not in order]
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What one rank says at the end of a backward: bit i of `used` stands for the i-th trainable parameter."""
-
-    has_leftover: bool
-    is_unexpected: bool
-    used: int

@@ -150,7 +150,7 @@ class ModuleHooks:
         releasable = [unit for unit in self.entry.units if unit.is_releasable]
         for unit, before in zip(releasable, call.num_holders, strict=False):
             if unit.num_holders() > before + num_outputs and not sys.exc_info()[1]:
-                unit.is_pinned = True
+                unit.pin()
                 logger.warning(
                     "a view of the parameters of %r outlives their module's call (an attribute, a custom function's "
                     "context): its memory stays from now on",

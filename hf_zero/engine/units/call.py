@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Container
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ _events = itertools.count()  # the order in which forwards of calls begin and en
 
 
 class Entry:
-    """A module whose calls need units, and its calls under way.
+    """A module whose calls need units, and its calls under way. It does not keep the module, which may keep a graph of it.
 
     Attributes:
         units: the units.
@@ -29,17 +28,11 @@ class Entry:
     """
 
     def __init__(self, module: nn.Module, units: list[Unit]) -> None:
-        self._module = weakref.ref(module)  # a graph that the module keeps (`self.last = y`) must not keep the module
         self.units = units
         self.reads_in_backward = reads_in_backward(module)
         self.backward_call: Call | None = None
         self.stack: list[tuple[Call, list[Tensor]] | None] = []
         self.is_closed = False
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, while it lives."""
-        return self._module()
 
     def reset(self) -> None:
         """Forget calls that never came to their end."""
@@ -74,7 +67,7 @@ class Call:
         saved_weights: while its forward runs.
         versions: of the whole tensors, as its forward began.
         num_holders: of the memory of its releasable units, as its forward began.
-        gradients: id(ZeroParameter) -> what has come of its whole gradient.
+        gradients: what has come of the parameters' whole gradients.
         graph_task: the backward, or the one nested in it, in which the first gradient of an output came.
         began, ended: its forward.
     """
@@ -89,7 +82,7 @@ class Call:
         self.saved_weights: SavedWeights | None = None
         self.versions: list[int] = []
         self.num_holders: list[int] = []
-        self.gradients: dict[int, Tensor] = {}
+        self.gradients: dict[ZeroParameter, Tensor] = {}
         self.graph_task = -1
         self.began = next(_events)
         self.ended: int | None = None
@@ -111,12 +104,11 @@ class Call:
             tensors: of the parameters, in order.
             make_whole: makes a unit whole until the backward ends.
         """
-        at = 0
+        following = iter(tensors)
         for unit in self.units:
             memory = unit if unit.is_releasable else None
             for p in unit.parameters:
-                p.push(self, as_shown(p.param, tensors[at], memory, make_whole))
-                at += 1
+                p.push(self, as_shown(p.param, next(following), memory, make_whole))
 
     def uninstall(self) -> None:
         """Let the modules see what they saw before the call."""

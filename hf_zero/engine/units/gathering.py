@@ -15,9 +15,10 @@ from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
+from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.schedule import GatherSchedule, first_uses
 from hf_zero.engine.units.under_way import is_method_running
-from hf_zero.engine.units.unit import GatheredMemory, Lease, Residency, Unit
+from hf_zero.engine.units.unit import Lease, Residency, Unit
 from hf_zero.errors import UsageError
 
 _MOST_AHEAD = 16  # units that are looked at when one is used, however small they are
@@ -33,12 +34,12 @@ class Gathering:
     Attributes:
         units: the sets of parameters gathered together, in the model's order.
         memory: counts the bytes of gathered units.
-        order: the record of gathers.
+        schedule: the record of gathers.
         reductions: the agreed order of reductions.
         kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
         is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
-        reads: (id(ZeroParameter), whether in the graph) -> what was read outside its call, in the running pass.
+        reads: (parameter, whether in the graph) -> what was read outside its call, in the running pass.
     """
 
     def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
@@ -47,7 +48,7 @@ class Gathering:
         self.schedule = GatherSchedule()
         self.reductions: list[int] = []
         self.kept_for_backward: set[int] = set()
-        self.reads: dict[tuple[int, bool], Tensor] = {}
+        self.reads: dict[tuple[ZeroParameter, bool], Tensor] = {}
         self.is_refreshed = world.partitions
         self.num_steps = 0
         self._held: list[Lease] = []  # of all units
@@ -123,9 +124,9 @@ class Gathering:
             but_kept: leave those that wait for their backward.
         """
         for unit in self.units:
-            unit.is_kept = unit.is_kept and but_kept
-            if not unit.keeps_whole and not unit.is_leased:
-                unit.release_if_unused()
+            if not but_kept:
+                unit.stop_keeping()
+            unit.release_if_unused()
 
     def settle(self) -> None:
         """Wait for the gathers that are under way: nobody else will, and peers would miss this rank's rows."""

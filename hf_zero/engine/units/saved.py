@@ -75,8 +75,8 @@ class SavedWeights:
                 if start <= address < end:
                     is_seen = held is not tensor
                     as_seen = torch_compat.wrap_like(held.new_empty(0), cast(DTensor, tensor)) if is_seen else None
-                    facts = address - start, tuple(held.shape), held.stride(), held.dtype
-                    return _SavedView(unit, unit.epoch, *facts, as_seen)
+                    shape, strides = tuple(held.shape), held.stride()
+                    return _SavedView(unit, unit.epoch, address - start, shape, strides, held.dtype, as_seen)
         return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
 
     def _unpack(self, packed: Any) -> Tensor:

@@ -16,27 +16,29 @@ class ReductionSchedule:
 
     Attributes:
         expected: unit numbers in the order of reduction; a unit that is reduced twice stands there twice.
+        seen: the order in which this rank's backward really went.
+        waiting: units with gradients whose turn has not come; after `rest()`, those beyond the expected order.
     """
 
     expected: list[int]
+    seen: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
     _position: int = 0
-    _waiting: list[int] = field(default_factory=list)
-    _seen: list[int] = field(default_factory=list)
 
     def ready(self, unit: int) -> list[int]:
         """`unit` has gradients; returns the units to reduce now."""
-        self._seen.append(unit)
-        self._waiting.append(unit)
+        self.seen.append(unit)
+        self.waiting.append(unit)
         due = []
-        while self._position < len(self.expected) and self.expected[self._position] in self._waiting:
+        while self._position < len(self.expected) and self.expected[self._position] in self.waiting:
             due.append(self._advance())
         return due
 
     def _advance(self) -> int:
         unit = self.expected[self._position]
         self._position += 1
-        if unit in self._waiting:
-            self._waiting.remove(unit)
+        if unit in self.waiting:
+            self.waiting.remove(unit)
         return unit
 
     def rest(self) -> list[int]:
@@ -46,18 +48,10 @@ class ReductionSchedule:
             due.append(self._advance())
         return due
 
-    def leftover(self) -> list[int]:
-        """Units that got gradients beyond the expected order; call after `rest()`."""
-        return list(self._waiting)
-
-    def seen(self) -> list[int]:
-        """The order in which this rank's backward really went."""
-        return list(self._seen)
-
     def is_unexpected(self) -> bool:
         """Whether this rank's backward went in another order; merely skipping units is not one."""
         remaining = iter(self.expected)
-        return not all(unit in remaining for unit in self._seen)
+        return not all(unit in remaining for unit in self.seen)
 
 
 def first_uses(reductions: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -23,57 +23,45 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.second_copy import SecondCopy
 from hf_zero.layout import place
 
 
 class Residency(Enum):
-    """Where the whole tensors of a unit stand.
+    """Whether the whole tensors of a unit may be read.
 
-    RELEASED -> (start_gather) -> GATHERING -> (acquire) -> WHOLE -> (last lease given back) -> RELEASED. Units that stay
-    whole between uses go from WHOLE to GATHERING when the optimizer has stepped.
+        RELEASED --start_gather--> GATHERING --acquire--> WHOLE --give_back(keeps)--> KEPT
+        RELEASED <------nobody used it------ GATHERING
+                  units that stay whole:     GATHERING <------new rows------ WHOLE
+        RELEASED <-------last lease given back, or new rows----------------- WHOLE <--stop_keeping-- KEPT
+
+    KEPT is WHOLE with or without a lease, until a backward of one of its calls has ended, or its parameters have changed.
+    That is told by events which all ranks share, never by the life of a graph: ranks drop theirs at different times, and
+    must gather alike.
     """
 
     RELEASED = "released"
     GATHERING = "gathering"
     WHOLE = "whole"
+    KEPT = "kept"
 
 
-@dataclass
-class GatheredMemory:
-    """Counts the bytes of gathered units, and poisons what is released where a test asks for it.
+class Tenure(Enum):
+    """What becomes of a unit's memory when its tensors are released. Only RESIZED changes, and only to PINNED."""
 
-    Attributes:
-        bytes: bytes held now.
-        peak_bytes: the most bytes held at once since the last `reset_peak`.
-        poison: fill released memory with NaN and keep it, so that a stale read shows in the numbers.
-    """
+    RESIZED = "comes and goes"
+    PINNED = "stays, since somebody has kept a view of it; gathered like others, or this rank alone would not gather"
+    OWNED = "stays, and the tensors are whole between uses"
+    SHARED = "stays, since nobody can give back what the host's other ranks read"
 
-    bytes: int = 0
-    peak_bytes: int = 0
-    poison: bool = False
-    _held: dict[int, int] = field(default_factory=dict)
 
-    def take(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give `storage` memory for `num_bytes`; what it holds is undefined."""
-        if storage.nbytes() != num_bytes:
-            storage.resize_(num_bytes)
-        if id(storage) not in self._held:
-            self._held[id(storage)] = num_bytes
-            self.bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.bytes)
-
-    def give_back(self, storage: torch.UntypedStorage) -> None:
-        """Take the memory of `storage` away again."""
-        self.bytes -= self._held.pop(id(storage), 0)
-        if self.poison:
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)  # NaN in any float dtype
-        else:
-            storage.resize_(0)
-
-    def reset_peak(self) -> None:
-        """Start a new `peak_bytes` at what is held now."""
-        self.peak_bytes = self.bytes
+_NEXT = {
+    Residency.RELEASED: (Residency.GATHERING,),
+    Residency.GATHERING: (Residency.WHOLE, Residency.RELEASED),
+    Residency.WHOLE: (Residency.KEPT, Residency.RELEASED),
+    Residency.KEPT: (Residency.WHOLE,),
+}
 
 
 @dataclass(frozen=True)
@@ -123,8 +111,7 @@ class Lease:
         """
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.is_kept = unit.is_kept or keeps
-            unit._give_back()
+            unit._give_back(keeps)
 
     def __del__(self) -> None:
         self.give_back()
@@ -140,6 +127,11 @@ class Unit:
         entries: the modules whose calls need the parameters.
         world: the ranks.
         memory: what counts gathered bytes.
+
+    Attributes:
+        epoch: counts the changes of its rows, alike on all ranks: a backward whose forward saw another one raises.
+        guarded: views that nodes of graphs keep, which make the unit whole before they run.
+        live_calls: whose graphs live: where gradients are reduced once a step, after the last of them.
     """
 
     def __init__(
@@ -157,10 +149,6 @@ class Unit:
         self._entries = [weakref.ref(module) for module in entries]  # weak, as in `ZeroParameter`
         self.epoch = 0
         self.residency = Residency.RELEASED
-        # Whole between forward and backward. Told by events that all ranks share, never by the life of a graph: ranks
-        # drop theirs at different times, and must gather alike.
-        self.is_kept = False
-        self.is_pinned = False  # somebody has kept a view of the memory, which therefore stays
         self.guarded: list[weakref.ref[Tensor]] = []
         self.live_calls: weakref.WeakSet[object] = weakref.WeakSet()
         self._world = world
@@ -173,11 +161,13 @@ class Unit:
         self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype]
         self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
         self._stale = list(parameters)  # of shared memory: what has changed since it was gathered
-        self._slots: dict[int, _Slot] = {}  # id(ZeroParameter) -> its place, once there has been memory
+        self._slots: dict[ZeroParameter, _Slot] = {}  # once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
-        self.keeps_whole = not world.config.policy.shards_parameters
-        self.is_shared = world.shards.shares_memory and any(p.is_sharded for p in parameters)
-        if self.keeps_whole or self.is_shared:
+        self.keeps_whole = not world.config.policy.shards_parameters  # and gathers new rows at once
+        self.tenure = Tenure.OWNED if self.keeps_whole else Tenure.RESIZED
+        if world.shards.shares_memory and any(p.is_sharded for p in parameters):
+            self.tenure = Tenure.SHARED
+        if not self.is_releasable:
             self._move_in()
 
     def _move_in(self) -> None:
@@ -205,7 +195,17 @@ class Unit:
     @property
     def is_releasable(self) -> bool:
         """Whether the memory comes and goes."""
-        return not (self.keeps_whole or self.is_shared or self.is_pinned)
+        return self.tenure is Tenure.RESIZED
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the host's ranks read the same memory."""
+        return self.tenure is Tenure.SHARED
+
+    def pin(self) -> None:
+        """Somebody has kept a view of the memory: it stays for good."""
+        assert self.is_releasable, f"the memory of {self.name} {self.tenure.value}"
+        self.tenure = Tenure.PINNED
 
     @property
     def address(self) -> int:
@@ -227,11 +227,6 @@ class Unit:
         """Whether modules hold any of its parameters whole, inside `GatheredParameters`."""
         return bool(gathered) and any(p.is_whole_elsewhere for p in self.parameters)
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether any of its parameters gets gradients now."""
-        return any(p.param.requires_grad for p in self.parameters)
-
     def trainable(self) -> list[ZeroParameter]:
         """The parameters that get gradients now."""
         return [p for p in self.parameters if p.param.requires_grad]
@@ -239,7 +234,7 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether the whole tensors may be read."""
-        return self.residency is Residency.WHOLE
+        return self.residency in (Residency.WHOLE, Residency.KEPT)
 
     @property
     def is_leased(self) -> bool:
@@ -252,17 +247,16 @@ class Unit:
         Args:
             only: parameters of this unit whose rows have changed; by default all, or those that have in shared memory.
         """
-        self._wait()
+        assert self.keeps_whole or not self.is_whole, f"{self.name} would be gathered over what others read"
+        self.settle()
         self._arriving = -1  # whatever broke off
-        if not self.keeps_whole and not self.is_shared:  # also where it is held: nothing happens then
+        if self.tenure in (Tenure.RESIZED, Tenure.PINNED):  # also where it is held: nothing happens then
             self._memory.take(self._storage, self.buffer_nbytes)
         if not self._slots:
             self._slots = self._make_slots()
         if only is None and self.is_shared:
             only, self._stale = self._stale, []
-        chosen = (
-            list(self._slots.values()) if only is None else [self._slots[id(p)] for p in only if id(p) in self._slots]
-        )
+        chosen = list(self._slots.values()) if only is None else [self._slots[p] for p in only if p in self._slots]
         items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
         if items and self._world.nearby.num_ranks > 1:
             self._second = self._second or SecondCopy(items, self._world.nearby, self.name)
@@ -276,10 +270,18 @@ class Unit:
             if items:
                 self._pending.append(self._world.wired.gather(items, self.name))
                 self._arriving = self.epoch
-        self.residency = Residency.GATHERING
+        self._become(Residency.GATHERING)
+
+    def _become(self, new: Residency) -> None:
+        """The only way from one state to another; see `Residency`."""
+        is_regathered = self.keeps_whole and new is Residency.GATHERING
+        assert is_regathered or new in _NEXT[self.residency], (
+            f"{self.name} goes from {self.residency.value} to {new.value}"
+        )
+        self.residency = new
 
     @torch.inference_mode(False)
-    def _make_slots(self) -> dict[int, _Slot]:
+    def _make_slots(self) -> dict[ZeroParameter, _Slot]:
         """The tensors over this unit's memory, made once: its storage keeps its identity as memory comes and goes."""
         slots = {}
         for p, offset in zip(self._buffered, self._offsets, strict=True):
@@ -287,17 +289,14 @@ class Unit:
             values = torch_compat.tensor_on(self._storage, offset, (p.layout.numel,), p.compute_dtype)
             whole = p.layout.in_shape(values, p.layout.shape)
             rows = Rows(flat, p.layout, not is_quantised(p.param))
-            slots[id(p)] = _Slot(p, rows, p.layout.rows_of(flat, p.rank), whole)
+            slots[p] = _Slot(p, rows, p.layout.rows_of(flat, p.rank), whole)
         return slots
 
     def settle(self) -> None:
-        """Wait for a gather that is under way, when there will be no other use."""
-        self._wait()
-
-    def _wait(self) -> None:
+        """Wait for a gather that is under way."""
         while self._pending:
             self._pending[0].wait()
-            self._pending.pop(0)
+            self._pending.pop(0)  # only now: should a wait raise, the next one does too, and nobody reads half a unit
         if self._second is not None and self._arriving >= 0:
             self._second.keep(self._arriving)
             self._arriving = -1
@@ -310,32 +309,42 @@ class Unit:
         """
         if self.residency is Residency.RELEASED:
             self.start_gather()
-        self._wait()
-        self.residency = Residency.WHOLE
+        self.settle()
+        if self.residency is Residency.GATHERING:
+            self._become(Residency.WHOLE)
         self._leases += 1
         return Lease(self)
 
-    def _give_back(self) -> None:
+    def _give_back(self, keeps: bool) -> None:
         self._leases -= 1
+        if keeps and self.residency is Residency.WHOLE:
+            self._become(Residency.KEPT)
         self.release_if_unused()
 
+    def stop_keeping(self) -> None:
+        """The backward that the unit was kept for is over, or will not come; see `release_if_unused`."""
+        if self.residency is Residency.KEPT:
+            self._become(Residency.WHOLE)
+
     def release_if_unused(self) -> None:
-        """Give the memory back, if no one holds a lease and the unit does not stay whole."""
-        if self._leases or self.is_kept or self.keeps_whole or self.residency is Residency.RELEASED:
+        """Release the tensors, if nobody holds a lease and the unit does not stay whole."""
+        if self._leases or self.residency in (Residency.RELEASED, Residency.KEPT):
             return
-        if self.is_shared:
+        if self.tenure in (Tenure.OWNED, Tenure.SHARED):
             return  # until its parameters change
-        self._wait()
-        if not self.is_pinned:  # its memory stays, but it is gathered like others: a rank alone may hold it
+        # A transport that still writes would write into somebody else's memory. On a GPU the compute stream waits, on which
+        # the allocator hands the memory out again: so what was queued there before has read it by then.
+        self.settle()
+        if self.tenure is Tenure.RESIZED:
             self._memory.give_back(self._storage)
-        self.residency = Residency.RELEASED
+        self._become(Residency.RELEASED)
 
     def whole_tensors(self) -> list[Tensor]:
         """The whole parameters, in the compute dtype, as new tensors over the unit's memory; needs a lease."""
         assert self.is_whole, f"{self.name} is {self.residency.value}"
         # `.data` gives each call a version counter of its own: the transport and other calls bump others.
         slots = self._slots
-        return [slots[id(p)].whole.data if id(p) in slots else p.local.detach() for p in self.parameters]
+        return [slots[p].whole.data if p in slots else p.local.detach() for p in self.parameters]
 
     def refresh(self) -> None:
         """Cast plain parameters again, as autocast would for every forward: nobody tells when users edit those."""
@@ -346,9 +355,9 @@ class Unit:
         """One whole parameter in the compute dtype: in this unit's memory where that stays, else in memory of its own."""
         if p not in self._buffered:
             return p.local.detach()
-        if self.keeps_whole or self.is_shared:
+        if self.tenure in (Tenure.OWNED, Tenure.SHARED):
             lease = self.acquire()
-            whole = self._slots[id(p)].whole.data
+            whole = self._slots[p].whole.data
             lease.give_back()
             return whole
         over = self._world.shards if is_quantised(p.param) else self._world.wired
@@ -359,14 +368,15 @@ class Unit:
 
         Units that stay whole start to gather the new rows at once; the next use waits for them.
         """
-        self.is_kept = False
+        self.stop_keeping()
         if self.keeps_whole:
             self.start_gather(parameters)
             if torch_compat.is_profiling():
-                self._wait()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does
+                self.settle()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does
         elif self._leases or self.is_shared:
-            self._wait()
+            self.settle()
             self._stale += [p for p in parameters if p not in self._stale]
-            self.residency = Residency.RELEASED  # a graph may still hold the old bytes; the next use gathers again
+            if self.residency is not Residency.RELEASED:
+                self._become(Residency.RELEASED)  # a graph may still hold the old bytes; the next use gathers again
         else:
             self.release_if_unused()

@@ -22,6 +22,7 @@ import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
+from hf_zero.engine.units.unit import Tenure
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.plan.summary import summary
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts
@@ -195,7 +196,9 @@ def test_gathered_parts_are_gone_between_forward_and_backward() -> None:
     model, engine = _partitioned(shared_folder("heads"), 3, prefetch_bytes=0)
     loss = loss_of(model, tokens(0, engine.world.data.rank))
     assert [unit._storage.nbytes() for unit in engine.units] == [0] * len(engine.units)
-    assert not any(unit.is_pinned for unit in engine.units)  # what autograd keeps of a weight is its place
+    assert not any(
+        unit.tenure is Tenure.PINNED for unit in engine.units
+    )  # what autograd keeps of a weight is its place
     loss.backward()
 
 

@@ -33,8 +33,8 @@ def test_all_ranks_issue_the_same_reductions_whatever_is_ready(expected, ready_b
 @given(_EXPECTED, _READY)
 def test_every_gradient_is_reduced_or_left_over_once(expected, ready):
     _, order = _run(expected, ready)
-    assert Counter(order.leftover()) == Counter(ready) - Counter(expected)
-    assert order.seen() == ready
+    assert Counter(order.waiting) == Counter(ready) - Counter(expected)
+    assert order.seen == ready
 
 
 @given(_EXPECTED, st.data())
@@ -42,7 +42,7 @@ def test_gradients_in_the_expected_order_are_issued_at_once(expected, data):
     order = ReductionSchedule(list(expected))
     for unit in expected:
         assert order.ready(unit) == [unit]
-    assert order.rest() == order.leftover() == []
+    assert order.rest() == order.waiting == []
     assert not order.is_unexpected()
 
 
@@ -52,7 +52,7 @@ def test_skipped_units_are_expected_and_reduced_at_the_end(expected, data):
     ready = [unit for unit, is_kept in zip(expected, keeps, strict=True) if is_kept]
     issued, order = _run(expected, ready)
     assert issued == expected
-    assert not order.leftover()
+    assert not order.waiting
     assert not order.is_unexpected()
 
 

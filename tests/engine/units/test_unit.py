@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_zero.engine.units.unit import Unit
+from hf_zero.engine.units.unit import Residency, Unit
 from tests.engine.twins import SHARDED, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
 
@@ -66,12 +66,12 @@ def test_units_that_backward_needs_first_stay_whole_within_the_budget(case: tupl
     for _ in range(2):
         loss = square_loss(twins.model, twins.own())
         kept = units[_NUM_UNITS - num_kept :]
-        assert [unit.is_kept for unit in units] == [unit in kept for unit in units]
+        assert [unit.residency is Residency.KEPT for unit in units] == [unit in kept for unit in units]
         assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
         if stage == 3:
             assert memory.bytes == sum(unit.buffer_nbytes for unit in kept)
         loss.backward()
-        assert [unit.is_kept or unit.is_leased for unit in units] == [False] * _NUM_UNITS
+        assert [unit.residency is Residency.KEPT or unit.is_leased for unit in units] == [False] * _NUM_UNITS
         if stage == 3:
             assert memory.bytes == 0
             assert all(unit._storage.nbytes() == 0 for unit in units)
@@ -307,3 +307,15 @@ def test_released_memory_is_never_read(reshard: bool) -> None:
     twins.engine.memory.poison = True
     twins.step(3)
     twins.assert_same_output()
+
+
+@on_ranks(2)
+def test_what_somebody_reads_is_not_gathered_over() -> None:
+    unit = Twins(3).engine.units[0]
+    lease = unit.acquire()
+    with pytest.raises(AssertionError, match="gathered over what others read"):
+        unit.start_gather()
+    lease.give_back()
+    assert unit.residency is Residency.RELEASED
+    with pytest.raises(AssertionError, match="goes from released to whole"):
+        unit._become(Residency.WHOLE)
