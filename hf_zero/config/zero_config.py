@@ -215,11 +215,7 @@ class ZeroConfig:
 
     @property
     def exchange(self) -> str:
-        """`collectives`, with "auto" replaced by what HF_ZERO_COLLECTIVES says, if it is set.
-
-        Raises:
-            ConfigError: the variable holds an unknown word.
-        """
+        """`collectives`; "auto" is what HF_ZERO_COLLECTIVES says, if it is set. Raises ConfigError for an unknown word."""
         if self.collectives != "auto":
             return self.collectives
         return values.collectives(COLLECTIVES_VARIABLE, os.environ.get(COLLECTIVES_VARIABLE) or "auto")

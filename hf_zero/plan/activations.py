@@ -49,6 +49,38 @@ class _Count:
     largest: int = 0
     blocks: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    _storages: set[int] = field(default_factory=set)
+    _keeps: list[Tensor] = field(default_factory=list)  # so that no storage is freed, and its number taken by another
+    _running: int = 0
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Do not count the memory of a tensor."""
+        self._storages.add(tensor.untyped_storage()._cdata)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Autograd saves a tensor."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self._keeps.append(tensor)
+            if self._running:
+                self.blocks[-1] += storage.nbytes()
+            else:
+                self.outside += storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        return tensor
+
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """A block begins."""
+        if not self._running:
+            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+            self.inputs.append(sum(t.untyped_storage().nbytes() for t in tensors))
+            self.blocks.append(0)
+        self._running += 1
+
+    def leave(self, *_: object) -> None:
+        """A block has ended."""
+        self._running -= 1
 
     def result(self, checkpoints: bool) -> Kept:
         """What is kept at the end of the forward; with checkpointing, while the largest block computes again."""
@@ -68,45 +100,20 @@ def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = 
         UsageError: the model cannot run on the meta device.
     """
     count = _Count()
-    seen: set[int] = set()
-    keeps: list[Tensor] = []  # so that no storage is freed, and its number taken by another
-    running: list[bool] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            keeps.append(tensor)
-            if running:
-                count.blocks[-1] += storage.nbytes()
-            else:
-                count.outside += storage.nbytes()
-                count.largest = max(count.largest, storage.nbytes())
-        return tensor
-
-    def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not running:
-            tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-            count.inputs.append(sum(t.untyped_storage().nbytes() for t in tensors))
-            count.blocks.append(0)
-        running.append(True)
-
-    def leave(*_: object) -> None:
-        running.pop()
-
     handles = []
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer):
-            handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(block.register_forward_hook(leave))
+            handles.append(block.register_forward_pre_hook(count.enter, with_kwargs=True))
+            handles.append(block.register_forward_hook(count.leave))
     try:
         # Fake tensors, since models look at values in places, and know of these that they have none.
         with (
             torch_compat.fake_tensors() as convert,
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor),
         ):
             named = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-            seen.update(tensor.untyped_storage()._cdata for tensor in named.values())
+            for tensor in named.values():
+                count.leave_out(tensor)
             torch.func.functional_call(model, named, (), {key: convert(value) for key, value in batch.items()})
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(

@@ -81,13 +81,7 @@ def write_plan(
             if world.rank == 0:
                 for file in partial if is_direct else ():
                     extents[file.name].insert(0, header_extent(file))
-                for path in made:
-                    disk.rename(folder / path, folder / _final(path.name))
-                remains = {_final(path.name) for path in made}
-                for path in (older for file in plan.files for older in forms_of(folder / file.name)):
-                    if path.name not in remains:
-                        disk.remove_file(path)
-                disk.sync_folder(folder)
+                _put_in_place(made, plan, folder)
     except CheckpointError:
         if world.rank == 0:
             for path in made:
@@ -95,6 +89,17 @@ def write_plan(
                     disk.remove_file(folder / path)
         raise
     return {_final(name): found for name, found in extents.items()}
+
+
+def _put_in_place(made: Sequence[Path], plan: FilePlan, folder: Path) -> None:
+    """Give what was written its names, and remove older files of the same names, whole or in parts."""
+    for path in made:
+        disk.rename(folder / path, folder / _final(path.name))
+    remains = {_final(path.name) for path in made}
+    for older in (older for file in plan.files for older in forms_of(folder / file.name)):
+        if older.name not in remains:
+            disk.remove_file(older)
+    disk.sync_folder(folder)
 
 
 def _final(partial: str) -> str:
