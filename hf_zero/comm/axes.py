@@ -101,18 +101,7 @@ class Axes:
             own = everyone.ranks[everyone.rank]
             row, shard, place = _place_of(own, replicas)
             cut = make(choice, [cell[place] for cell in replicas[row]])
-            if (
-                len({name for (name,) in everyone.agree([zlib.crc32(cut.name.encode())], "how shards are exchanged")})
-                > 1
-            ):
-                # One group is on one host and another is not. All go alike, as do the dtypes and sums that hang on it.
-                reason = cut.reason
-                if cut.name == "host":
-                    reason = f"auto: {_NOT_ALL_SHARE}" if choice == "auto" else ""
-                    if choice == "host":
-                        logger.warning("collectives: host cannot be had here, but pairwise: %s", _NOT_ALL_SHARE)
-                cut = make("pairwise", cut.ranks)
-                cut.reason = reason
+            cut = _like_all(cut, choice, everyone, make)
             same_rows = make("pairwise", [each[shard][place] for each in replicas])
             data, holders = cut, everyone
             if len(replicas) > 1:
@@ -141,6 +130,24 @@ class Axes:
     def tensor_mesh(self) -> DeviceMesh | None:
         """The mesh of what modules compute with, over the tensor axis."""
         return None if self.grid is None else self.grid[TENSOR_AXIS]
+
+
+def _like_all(cut: Collectives, choice: str, everyone: Collectives, make: _Meet) -> Collectives:
+    """Exchanges of one kind for all groups that cut parameters: dtypes and sums hang on it.
+
+    One group may be on one host while another is not; then all of them exchange pairwise.
+    """
+    names = everyone.agree([zlib.crc32(cut.name.encode())], "how shards are exchanged")
+    if len({name for (name,) in names}) == 1:
+        return cut
+    reason = cut.reason
+    if cut.name == "host":
+        reason = f"auto: {_NOT_ALL_SHARE}" if choice == "auto" else ""
+        if choice == "host":
+            logger.warning("collectives: host cannot be had here, but pairwise: %s", _NOT_ALL_SHARE)
+    pairwise = make("pairwise", cut.ranks)
+    pairwise.reason = reason
+    return pairwise
 
 
 def _agree_on(config: ZeroConfig, everyone: Collectives) -> None:

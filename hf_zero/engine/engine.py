@@ -30,12 +30,7 @@ from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import FoundParameter, Structure, find_parameters, group, roots_of
 from hf_zero.engine.units.memory import GatheredMemory
-from hf_zero.engine.units.reading import (
-    Read,
-    ReadableParameters,
-    in_graph,
-    tensors_in,
-)
+from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, tensors_in
 from hf_zero.engine.units.under_way import calls_of, is_function_running
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import PartitionError, UsageError

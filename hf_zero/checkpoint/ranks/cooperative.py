@@ -60,10 +60,8 @@ def write_plan(
     partial = tuple(replace(file, name=f".{file.name}.partial") for file in plan.files)
     is_direct = all(sees) and not _collects(sources, world) and not is_exclusive
     windows = _windows(partial, sees, world, is_direct, is_exclusive and not in_parts)
-    if is_exclusive and in_parts:
-        places = on_disk(windows)
-    else:
-        places = {file.name: [(0, Stretch(Path(file.name), 0, file.nbytes))] for file in partial}
+    whole = {file.name: [(0, Stretch(Path(file.name), 0, file.nbytes))] for file in partial}
+    places = on_disk(windows) if is_exclusive and in_parts else whole
     made = [stretch.path for each in places.values() for _, stretch in each]
     try:
         with world.together(f"preparing files in {folder}", CheckpointError, WRITING_S):

@@ -11,5 +11,6 @@ that are gathered together (`grouping`, `unit`), and hung hooks on the modules w
 2. **Backward.** See [Note: one backward], in `engine/backward`.
 3. **Optimizer.** `optim/` hears of every step through torch's global hooks, and hands torch a *stand-in* to step on:
    plain rows for elementwise optimizers, whole parameters on one *owner* each for all others. Then every unit that stays
-   whole between uses (stages 1 and 2) starts to gather its new rows, and the next forward waits for it. Each unit has an *epoch* that counts these changes: a backward whose forward saw an older epoch raises.
+   whole between uses (stages 1 and 2) starts to gather its new rows, and the next forward waits for it. Each unit has an
+   *epoch* that counts these changes: a backward whose forward saw an older epoch raises.
 """
