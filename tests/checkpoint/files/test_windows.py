@@ -98,7 +98,7 @@ def _plan(sources: Mapping[str, tuple[Tensor, Source]], filed: torch.dtype) -> t
     return FilePlan((layout_file("a.safetensors", infos, {"format": "pt"}),), pieces), values
 
 
-@on_ranks(4)
+@on_ranks(4, timeout_s=180)
 def test_windows_of_every_cut_come_to_the_file_and_back() -> None:
     for config, dtype, filed in product(
         ({}, {"replicate": 2}, {"tp_size": 2}, {"tp_size": 4}),
