@@ -72,12 +72,6 @@ def wrap_local(local: Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def wrap_like(local: Tensor, parameter: DTensor) -> DTensor:
-    """A `DTensor` placed as `parameter` is, over `local`; a tenth of the cost of `DTensor.from_local`."""
-    # Without `__init__`, which only has torch.compile look away, for longer than all the rest takes.
-    return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
-
-
 def wrap_partial(whole: Tensor, parameter: DTensor, averages: bool) -> DTensor:
     """A `DTensor` of the shape of `parameter`, whose value is the average (or sum) of all ranks' `whole`, not computed yet."""
     kind = "avg" if averages else "sum"
@@ -107,48 +101,6 @@ def are_locals_of(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
         if values.get(key) is not (other._local_tensor if isinstance(other, DTensor) else other):
             return False
     return True
-
-
-@functools.cache
-def agree_on_every_overflow() -> None:
-    """Let `GradScaler` ask the other ranks about all gradients that are cut, from the first call in a process on.
-
-    It is given one list, and torch looks at the first gradient only: where that one is whole on every rank, or cut over other
-    ranks than the rest, an overflow in another's rows stays on its rank, which then skips a step that the others do.
-    """
-    op = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    original = handlers[op]
-
-    def for_each_placement(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        groups: dict[Any, list[Tensor]] = {}
-        for grad in args[0]:
-            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            groups.setdefault(key, []).append(grad)
-        for key, grads in groups.items():
-            if key is None:
-                op_call(grads, *args[1:], **kwargs)
-            else:
-                original(op_call, (grads, *args[1:]), kwargs)
-
-    handlers[op] = for_each_placement
-
-
-@functools.cache
-def read_numbers_whole(meet: Callable[[DTensor], bool]) -> None:
-    """Let `.item()` of what ranks hold parts of (`p.grad.norm()`) be the whole number, where torch gives each rank its part.
-
-    Args:
-        meet: waits for the ranks that hold the other parts; False: it knows nothing of them, and torch goes on as ever.
-    """
-
-    def item(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor: DTensor = args[0]
-        if any(not placement.is_replicate() for placement in tensor.placements) and meet(tensor):
-            return cast(DTensor, tensor.detach()).full_tensor().item()
-        return tensor._local_tensor.item()
-
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
 
 
 def complete(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ QUANTISED = [
     Seam(bitsandbytes.autograd._functions.MatMul4Bit, "forward", "ctx.tensors = (None, B)", "nodes keep the bytes"),
 ]
 TORCH = [
-    Seam(DTensor, "__new__", "", "wrap_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
+    Seam(DTensor, "__new__", "", "rows_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
     Seam(
         torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"
     ),
@@ -96,24 +96,23 @@ TORCH = [
     Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "new_group_among"),
     Seam(torch.distributed.distributed_c10d, "new_group", "new_group_with_tag", "new_group_among"),
     Seam(torch.distributed.distributed_c10d, "_new_group_with_tag", "_world.pg_group_ranks[pg] =", "new_group_among"),
-    Seam(torch.distributed.tensor._api, "", "r._spec = spec", "wrap_like, replaced_by_whole: where a DTensor keeps it"),
+    Seam(torch.distributed.tensor._api, "", "r._spec = spec", "rows_like, replaced_by_whole: where a DTensor keeps it"),
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
-    Seam(
-        torch.distributed.tensor._dispatch,
-        "found_inf_reduce_handler",
-        "grad_dtensor = cast(list[dtensor.DTensor], args[0])[0]",
-        "agree_on_every_overflow: needed as long as only the first gradient is looked at",
-    ),
-    Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "agree_on_every_overflow"),
-    Seam(torch.ops.aten, "_local_scalar_dense", "", "read_numbers_whole"),
+    Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "rule: every rank hears of an overflow"),
     Seam(nn.Module, "__init__", "_non_persistent_buffers_set", "Buffers: what is saved with the model"),
-    Seam(DTensor, "_op_dispatcher", "", "agree_on_every_overflow"),
-    Seam(
-        torch.distributed.tensor._dispatch.OpDispatcher,
-        "__init__",
-        "self._custom_op_handlers = {",
-        "agree_on_every_overflow",
-    ),
+    Seam(torch.ops.aten, "_to_copy", "", "operators: how it is run on tensors at rest"),
+    Seam(torch.ops.aten, "_pin_memory", "", "operators: how it is run on tensors at rest"),
+    Seam(torch.ops.aten, "_foreach_max", "", "operators: how it is run on tensors at rest"),
+    Seam(torch.ops.aten, "_fused_adam_", "", "operators: how it is run on tensors at rest"),
+    Seam(torch.ops.aten, "_fused_adamw_", "", "operators: how it is run on tensors at rest"),
+    Seam(torch.ops.aten, "_fused_sgd_", "", "operators: how it is run on tensors at rest"),
+    Seam(torch.ops.aten, "_fused_adagrad_", "", "operators: how it is run on tensors at rest"),
+    Seam(torch.ops.aten, "_foreach_norm", "", "operators: those of this family work place by place"),
+    Seam(torch.distributed.tensor._dtensor_spec.TensorMeta, "_replace", "", "PartitionedTensor.like"),
+    Seam(torch.Tensor, "_make_wrapper_subclass", "", "View"),
+    Seam(torch._C, "_disabled_torch_function_impl", "", "View"),
+    Seam(torch.ops.aten.add.Tensor, "_overloadname", "", "operators"),
+    Seam(torch.ops.aten.add.Tensor, "_schema", "", "operators: what an operator writes to"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
     Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
@@ -422,6 +421,7 @@ def test_every_private_name_in_use_is_in_the_table() -> None:
         "_getframe",
         "_current_frames",
         "_exit",
+        "_foreach",
     }
     used = {(name, file) for file, tree in trees.items() for name in foreign_names(tree)}
     strange = sorted((name, file) for name, file in used if name not in own | known and not name.startswith("_zero_"))

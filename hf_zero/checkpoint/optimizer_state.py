@@ -24,6 +24,7 @@ from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
+from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import OwnerLayout, RowLayout
 from hf_zero.optim.kinds import wrapped_optimizers
@@ -347,9 +348,7 @@ class LoadedState:
             owners = owned.get(id(param))
             rows = self._room(infos[full], param, owners, sources, places.get(id(param), {}).get(key))
             if owners is None:
-                optimizer.state[param][key] = (
-                    torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
-                )
+                optimizer.state[param][key] = rows_like(rows, param) if isinstance(param, DTensor) else rows
             elif owners.owns(param):
                 optimizer.state[param][key] = rows
         return FilePlan((self.file,), _whole(infos)), sources
@@ -391,5 +390,5 @@ class LoadedState:
             made = from_json(value, device, tensors, type(optimizer))
             is_moment = isinstance(made, Tensor) and not made.ndim and not is_counter and key != "step"
             if is_moment and isinstance(param, DTensor) and not param.ndim:
-                made = torch_compat.wrap_like(made, param)  # of a scalar parameter
+                made = rows_like(made, param)  # of a scalar parameter
             optimizer.state[param][key] = made

@@ -138,6 +138,7 @@ class ZeroEngine:
             unit = Unit(index, part.name, members, part.entries, self.world, self.memory)
             self.units.append(unit)
             self._unit_of.update({id(p): unit for p in members})
+            self.backward.unit_of.update(dict.fromkeys(members, unit))
             for module in part.entries:
                 by_entry.setdefault(id(module), (module, []))[1].append(unit)
         for key, (module, units) in by_entry.items():
@@ -339,13 +340,6 @@ class ZeroEngine:
         """Put everything at rest, if a forward was under way that Ctrl-C has ended: torch does not run its hooks then."""
         if self._roots and self._thread == threading.get_ident() and not calls_of(self._roots[0]):
             self._abandon_forward()
-
-    def whole_at_rest(self, param: Tensor) -> Tensor:
-        """See `Owner.whole_at_rest`."""
-        p = self._by_param[id(param)]
-        read = Read(p, self._unit_of[id(p)])
-        part = in_graph(self.backward, read, self.world.gather_whole(p.local, p.layout, "whole parameters"))
-        return part if p.seen is None else p.seen.whole_of(part)
 
     def name_of(self, param: Tensor) -> str:
         """See `Owner.name_of`."""

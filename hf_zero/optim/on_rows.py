@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.optim.kinds import minds_all, wrapped_optimizers
 from hf_zero.optim.stand_in import StandIn
 from hf_zero.optim.stepping import Arguments, StepCall, Stepping, params_of
@@ -106,7 +107,7 @@ class RowStep:
             if plain.grad is None and grad is not None:
                 param.grad = None
             elif plain.grad is not None and plain.grad is not grad:
-                param.grad = torch_compat.wrap_like(plain.grad.detach(), param)
+                param.grad = rows_like(plain.grad.detach(), param)
             self._given_grad[key] = plain.grad
 
     def closure(self, evaluate: Callable[[], Any]) -> Callable[[], Any]:
@@ -156,7 +157,7 @@ class RowStep:
             old = before.get(key)
             if isinstance(value, Tensor) and value.ndim and value.shape == shape and not isinstance(value, DTensor):
                 is_same = isinstance(old, DTensor) and torch_compat.local_of(old) is value
-                kept[key] = old if is_same else torch_compat.wrap_like(value, param)
+                kept[key] = old if is_same else rows_like(value, param)
             else:
                 kept[key] = value
         return kept

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.config.offload import Offload
 from hf_zero.engine.engine import live_engines
+from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import PartitionError
@@ -113,7 +114,7 @@ class Stepping:
             rows = value.contiguous()
         else:
             rows = known.layout.rows_of(value, known.rank).clone(memory_format=torch.contiguous_format)
-        return torch_compat.wrap_like(rows, known.param)
+        return rows_like(rows, known.param)
 
     def cut_loaded_states(self, optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> None:
         """Let states that were loaded whole, as a plain run saves them, be this rank's; checked once for every load."""

@@ -69,7 +69,6 @@ def partition_one(found: FoundParameter, world: World) -> None:
             param.data = param.data.to(dtype)
         return
     new = cut(param, world, dtype)
-    new._zero_world = world  # type: ignore[attr-defined]
     new._zero_made_in = param.dtype  # type: ignore[attr-defined]
     put(found.locations, new)
     found.param = new
@@ -88,7 +87,6 @@ def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, 
         if not isinstance(param, DTensor) or param.dtype == dtype or not world.partitions:
             continue
         new = wrap(torch_compat.local_of(param).to(dtype), world, param)
-        new._zero_world = world  # type: ignore[attr-defined]
         new._zero_made_in = param.dtype  # type: ignore[attr-defined]
         put(found.locations, new)
         replaced.append((param, found.names[0]))

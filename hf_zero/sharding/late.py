@@ -13,12 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.modules.float32 import find_modules
 from hf_zero.engine.modules.hooks import Hook
 from hf_zero.engine.modules.state_dict import CutStateDict
-from hf_zero.engine.parameters.computed import read_numbers_whole
 from hf_zero.engine.parameters.on_disk import check_offload
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import find_parameters, named_blocks
@@ -44,8 +42,6 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     find_modules(model, world.config)
     check_offload(world)
     hear_of_steps()
-    torch_compat.agree_on_every_overflow()
-    read_numbers_whole()
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
         refuse_parameters_in_lists(model)

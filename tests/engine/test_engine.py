@@ -302,7 +302,7 @@ def test_adam_computes_on_plain_rows_is_copied_and_freed(case: Any) -> None:
     with mock.patch.object(functions, "adam", spy):
         optimizer.step()
     assert types == {"Parameter", "Tensor"}
-    assert {type(state["exp_avg"]).__name__ for state in optimizer.state.values()} == {"DTensor"}
+    assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
     assert copy.deepcopy(optimizer).state_dict().keys() == optimizer.state_dict().keys()
     gone = weakref.ref(optimizer)
     gc.disable()  # a cycle would keep its states until some later collection

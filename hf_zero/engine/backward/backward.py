@@ -86,6 +86,7 @@ class Backward:
     def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
         self.session: _Session | None = None
         self.entries: list[Entry] = []
+        self.unit_of: dict[ZeroParameter, Unit] = {}
         self.anchor = torch.zeros((), device=world.device, requires_grad=True)
         self.gathering = gathering
         self._anchor_node = torch_compat.gradient_node(self.anchor)
@@ -116,21 +117,21 @@ class Backward:
             handle.remove()
 
     def _is_to_be_watched(self, p: ZeroParameter) -> bool:
-        """Whether torch's own gradient of a parameter, as of a regulariser, may not be cut as the parameter is."""
-        return isinstance(p.param, DTensor) and not p.layout.local_numel(p.layout.num_ranks - 1)
+        return isinstance(p.param, DTensor)
 
     def _watch(self, p: ZeroParameter) -> Any:
-        """Torch computes on whole tensors where there are fewer rows than ranks: let `.grad` have this rank's rows."""
-        of_parameter, node = weakref.ref(p), torch_compat.gradient_node(p.param)
+        """Take the gradient of what users compute of a parameter at rest, whole and this rank's own, as that of any use."""
+        owner, of_parameter, node = weakref.ref(self), weakref.ref(p), torch_compat.gradient_node(p.param)
 
-        def cut(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            (grad,), param = gradients, None if (known := of_parameter()) is None else known.param
-            if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements == param.placements:
+        def take(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
+            (grad,), backward, known = gradients, owner(), of_parameter()
+            if grad is None or backward is None or known is None:
                 return None
-            return (grad.redistribute(param.device_mesh, param.placements),)
+            backward.on_gradient(known, grad)
+            return (None,)
 
         self._nodes.append(node)
-        return node.register_prehook(cut)
+        return node.register_prehook(take)
 
     # --- the pass -----------------------------------------------------------------------------------------------
 
@@ -269,6 +270,14 @@ class Backward:
         if self._is_wanted(read.parameter):
             session.has_gradients = True
             session.gradients.add(read.unit, {read.parameter: gradient})
+
+    def on_gradient(self, p: ZeroParameter, gradient: Tensor) -> None:
+        """This rank's whole gradient of what was computed of a parameter at rest is there."""
+        _refuse_create_graph()
+        session = self.begin()
+        session.has_gradients = True
+        part = self._world.cut_of(p.param).part_of(gradient)
+        session.gradients.add(self.unit_of[p], {p: part.contiguous()})
 
     def make_whole(self, unit: Unit, epoch: int) -> None:
         """Autograd needs a saved view of a unit: let the unit be whole until this backward ends."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_zero import torch_compat
+from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
@@ -50,7 +50,7 @@ class CutStateDict:
                 value = state_dict.get(prefix + name)
                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
                     rows = cut.of(value.detach())
-                    state_dict[prefix + name] = torch_compat.wrap_like(rows.to(self._world.device), param)
+                    state_dict[prefix + name] = rows_like(rows.to(self._world.device), param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutStateDict:
         return self

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
 from hf_zero.engine.ranks.world import World
@@ -166,7 +166,7 @@ class ZeroParameter:
 
     def _as_gradient(self, rows: Tensor) -> Tensor:
         param = self.param
-        return torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
+        return rows_like(rows, param) if isinstance(param, DTensor) else rows
 
 
 def at_rest_id(param: Tensor | None) -> int:
@@ -203,9 +203,9 @@ def cut(param: nn.Parameter, world: World, dtype: torch.dtype) -> nn.Parameter:
 
 def wrap(local: Tensor, world: World, like: nn.Parameter) -> nn.Parameter:
     """A parameter over this rank's elements `local`, with the attributes and `requires_grad` of `like`."""
-    new = PartitionedTensor.over(local.contiguous(), world.cut_of(like), world.mesh).as_parameter(like.requires_grad)
+    new = PartitionedTensor.over(local.contiguous(), world.cut_of(like), world).as_parameter(like.requires_grad)
     if not isinstance(like, PartitionedTensor):  # it has them among its attributes
         take_hooks_along(like, new)
-    for key, value in vars(like).items():
+    for key, value in attributes_of(like).items():
         setattr(new, key, value)
     return new

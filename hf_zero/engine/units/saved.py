@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.units.unit import Unit
 
 _PLAIN = (Tensor, nn.Parameter)  # others have no memory of their own
@@ -74,7 +75,7 @@ class SavedWeights:
             for start, end, unit in self._ranges:
                 if start <= address < end:
                     is_seen = held is not tensor
-                    as_seen = torch_compat.wrap_like(held.new_empty(0), cast(DTensor, tensor)) if is_seen else None
+                    as_seen = cast(DTensor, rows_like(held.new_empty(0), tensor)) if is_seen else None
                     shape, strides = tuple(held.shape), held.stride()
                     return _SavedView(unit, unit.epoch, address - start, shape, strides, held.dtype, as_seen)
         return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
@@ -83,7 +84,7 @@ class SavedWeights:
         if type(packed) is _SavedView:
             self._make_whole(packed.unit, packed.epoch)
             view = packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
-            return view if packed.seen_as is None else torch_compat.wrap_like(view, packed.seen_as)
+            return view if packed.seen_as is None else rows_like(view, packed.seen_as)
         saved: Tensor
         saved, version = packed  # a detached tensor counts its writes together with its source
         if saved._version != version:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.config.offload import Offload
+from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import OffloadError, UsageError
@@ -149,7 +150,7 @@ def _lies_at(value: Tensor, place: Place) -> bool:
 
 def shown_as(rows: Tensor, param: Tensor) -> Tensor:
     """Rows of a state in the form in which an optimizer keeps them: cut as its parameter is."""
-    return torch_compat.wrap_like(rows, param) if isinstance(param, DTensor) else rows
+    return rows_like(rows, param) if isinstance(param, DTensor) else rows
 
 
 def _form(room: tuple[Tensor, str, torch.dtype]) -> tuple[tuple[int, ...], torch.dtype]:

@@ -16,7 +16,11 @@ _NUM_UNITS = 5  # enter, three blocks, head
 
 
 def _gathers(twins: Twins) -> dict[str, int]:
-    return {unit: entry.calls for (kind, unit), entry in twins.engine.world.ledger.entries.items() if kind == "gather"}
+    return {
+        unit: entry.calls
+        for (kind, unit), entry in twins.engine.world.ledger.entries.items()
+        if kind == "gather" and unit != "whole parameters"
+    }
 
 
 @on_ranks(

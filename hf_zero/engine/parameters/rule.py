@@ -1,0 +1,317 @@
+"""How operators of torch run on tensors at rest: see [Note: the rule for tensors at rest] in `partitioned_tensor`."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hf_zero import torch_compat
+from hf_zero.comm.collectives import Rows
+from hf_zero.engine.parameters.operators import Kind, base_name, is_like, kind_of, writes_of
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import UsageError
+from hf_zero.layout import Cut, RowLayout
+
+
+class AtRest:
+    """A tensor of which this rank may hold only a part, or a view of one."""
+
+    @property
+    @abstractmethod
+    def root(self) -> Root:
+        """What holds the memory."""
+
+    @abstractmethod
+    def of(self, whole: Tensor) -> Tensor:
+        """What this shows of the whole of its root: a view."""
+
+    @abstractmethod
+    def taken(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func`, an operator that takes views, gives of it."""
+
+    @abstractmethod
+    def alias(self) -> Tensor:
+        """Itself, outside the graph."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """For errors."""
+
+
+class Root(AtRest):
+    """A tensor of which every rank holds its elements."""
+
+    rows: Tensor
+
+    @property
+    @abstractmethod
+    def held(self) -> tuple[World, Cut]:
+        """The ranks, and what this one has of it."""
+
+    @property
+    @abstractmethod
+    def is_shown_whole(self) -> bool:
+        """Whether `rows` is the whole just now, within `GatheredParameters`, though it is cut."""
+
+    @abstractmethod
+    def like(self, rows: Tensor) -> Tensor:
+        """A tensor of which this rank holds `rows`, cut as this one is."""
+
+    @abstractmethod
+    def before_edit(self) -> None:
+        """The rows are about to be changed by hand, on every rank."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds a part of it only."""
+        _, cut = self.held
+        return (cut.rows.num_ranks > 1 or cut.tensor is not None) and not self.is_shown_whole
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's elements of a whole tensor, contiguous."""
+        return self.held[1].of(whole).contiguous() if self.is_cut else whole
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator of torch of which some operands are at rest."""
+    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    given = [t for t in operands if isinstance(t, AtRest)]
+    kind = kind_of(func)
+    if kind is Kind.ALIAS:
+        return given[0].alias()
+    if kind is Kind.VIEW:
+        return given[0].taken(func, args[1:], kwargs)
+    if kind is Kind.FACTORY:
+        return func(torch.empty(0, dtype=operands[0].dtype, device=operands[0].device), *args[1:], **kwargs)
+    if kind is Kind.SHAPE:
+        _refuse_other_shape(func, given[0])
+    written = list(_written(func, args, kwargs))
+    for root in _unique(t.root for t in written if isinstance(t, AtRest)):
+        root.before_edit()
+    in_graph = torch.is_grad_enabled() and any(t.requires_grad for t in operands) and not is_like(base_name(func))
+    if in_graph:
+        return _on_whole(func, args, kwargs, given, written)
+    if kind is Kind.DRAW and isinstance(args[0], Root):
+        return _drawn(func, args, kwargs, args[0])
+    if kind is Kind.NORM and (norms := _norms(func, args, kwargs)) is not None:
+        return norms
+    if kind is Kind.UNSCALE:
+        return _unscale(func, *args)
+    if kind in (Kind.ROWS, Kind.LISTS):
+        done, result = _on_rows(func, args, kwargs, kind, written)
+        if done:
+            return result
+    return _on_whole(func, args, kwargs, given, written)
+
+
+# --- on the whole -----------------------------------------------------------------------------------------------
+
+
+def gather(roots: Sequence[Root], what: str) -> list[Tensor]:
+    """The whole tensors, in memory of their own where they are cut; called by all ranks together."""
+    met: set[int] = set()
+    wholes = []
+    for root in roots:
+        if not root.is_cut:
+            wholes.append(root.rows)
+            continue
+        world, cut = root.held
+        if world.number not in met:
+            met.add(world.number)
+            world.meet(f"{what} (all ranks must run it)")
+        wholes.append(world.gather_parameter(root.rows, cut, "whole parameters"))
+    return wholes
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], written: list[Tensor]) -> Any:
+    roots = _unique(t.root for t in given)
+    with torch.no_grad():
+        wholes = dict(zip(map(id, roots), gather(roots, f"{base_name(func)} of {given[0].describe()}"), strict=True))
+        plain = {id(t): cast(AtRest, t).of(wholes[id(cast(AtRest, t).root)]) for t in cast(list[Tensor], given)}
+        result = _mapped(func, args, kwargs, plain)
+        for root in _unique(t.root for t in written if isinstance(t, AtRest)):
+            if wholes[id(root)].shape != cast(Tensor, root).shape:
+                _refuse_other_shape(func, root)
+            if root.is_cut:
+                root.rows.copy_(root.cut(wholes[id(root)]))
+    originals = {id(plain.get(id(t), t)): t for t in written}
+    return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _refuse_other_shape(func: Any, given: AtRest) -> NoReturn:
+    raise UsageError(
+        f"{func} changes what memory {given.describe()} shows, which is partitioned: resize it before it is partitioned, "
+        "or write into it"
+    )
+
+
+def _mapped(func: Any, args: Any, kwargs: Any, plain: dict[int, Tensor]) -> Any:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: plain.get(id(t), t), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+# --- on rows ----------------------------------------------------------------------------------------------------
+
+
+def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor]) -> tuple[bool, Any]:
+    """Whether the operator could run on rows, and what it gives."""
+    plain: dict[int, Tensor] = {}
+    templates: list[Root | None] = []
+    writes = {id(t) for t in written}
+    for group in _groups(args, kwargs, kind):
+        roots = [t for t in group if isinstance(t, AtRest)]
+        templates.append(cast(Root, roots[0]) if roots else None)
+        if roots and not _put_rows(group, writes, plain):
+            return False, None
+    result = _mapped(func, args, kwargs, plain)
+    if written:
+        return True, written[0] if isinstance(result, Tensor) else result
+    if kind is Kind.LISTS and isinstance(result, list | tuple):
+        made = [t if root is None else root.like(t) for root, t in zip(templates, result, strict=True)]
+        return True, type(result)(made)
+    root = cast(Root, templates[0])
+    return True, pytree.tree_map_only(Tensor, root.like, result)
+
+
+def _groups(args: Any, kwargs: Any, kind: Kind) -> list[list[Tensor]]:
+    """The tensors that an operator puts together: all, or those of each place of its lists, and what goes with every place."""
+    if kind is Kind.ROWS:
+        return [[t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]]
+    values = [*args, *kwargs.values()]
+    lists = [v for v in values if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
+    shared = [v for v in values if isinstance(v, Tensor)]
+    return [[*(each[place] for each in lists if place < len(each)), *shared] for place in range(len(lists[0]))]
+
+
+def _put_rows(group: list[Tensor], writes: set[int], plain: dict[int, Tensor]) -> bool:
+    """Put this rank's rows of tensors that are cut alike into `plain`; False where they are not."""
+    if any(isinstance(t, AtRest) and not isinstance(t, Root) for t in group):
+        return False
+    roots = [t for t in group if isinstance(t, Root)]
+    first = roots[0]
+    if any(root.held != first.held or root.is_shown_whole for root in roots):
+        return False
+    others = [t for t in group if not isinstance(t, Root)]
+    is_edit = any(id(root) in writes for root in roots)
+    if any(id(t) in writes for t in others) or (others and torch_compat.in_backward() and not is_edit):
+        return False
+    shape = first.held[1].shape
+    for other in others:
+        if not other.ndim:
+            continue
+        if not is_edit or not _broadcasts(other.shape, shape):
+            return False
+        plain[id(other)] = first.cut(other.expand(shape))
+    plain.update((id(root), root.rows) for root in roots)
+    return True
+
+
+# --- what needs not the whole -----------------------------------------------------------------------------------
+
+
+def _drawn(func: Any, args: Any, kwargs: Any, subject: Root) -> Tensor:
+    """Random numbers for the whole tensor, of which this rank keeps its rows, as an unsharded model would draw them."""
+    tensor = cast(Tensor, subject)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    drawn = func(whole, *args[1:], **kwargs)
+    if not writes_of(func):
+        return subject.like(subject.cut(drawn)) if not subject.is_shown_whole else drawn
+    subject.rows.copy_(subject.cut(drawn))
+    return tensor
+
+
+def _norms(func: Any, args: Any, kwargs: Any) -> Any:
+    """Norms of whole tensors from the norms of their rows; None for those of some dims, or of views."""
+    is_list = isinstance(args[0], list | tuple)
+    tensors: list[Tensor] = list(args[0]) if is_list else [args[0]]
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    if not is_list and (
+        (len(args) > 2 and args[2] is not None) or kwargs.get("dim") is not None or args[3:4] == (True,)
+    ):
+        return None
+    if any(isinstance(t, AtRest) and not isinstance(t, Root) for t in tensors):
+        return None
+    if kwargs.get("keepdim") or any(not t.is_floating_point() for t in tensors):
+        return None
+    dtype = kwargs.get("dtype") or (args[2] if is_list and len(args) > 2 else None)
+    parts = [t.rows if isinstance(t, Root) else t for t in tensors]
+    norms = [_norm(part, order, dtype) for part in parts]
+    cut = [i for i, t in enumerate(tensors) if isinstance(t, Root) and t.is_cut]
+    for place, norm in zip(
+        cut, _added([cast(Root, tensors[i]) for i in cut], [norms[i] for i in cut], order), strict=True
+    ):
+        norms[place] = norm
+    return norms if is_list else norms[0]
+
+
+def _norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    if not rows.numel():
+        return torch.full((), math.inf if order == -math.inf else 0.0, dtype=dtype or rows.dtype, device=rows.device)
+    return cast(Tensor, torch.linalg.vector_norm(rows, order, dtype=dtype))
+
+
+def _added(roots: list[Root], norms: list[Tensor], order: float) -> list[Tensor]:
+    """The norms of the whole tensors, of which every rank has that of its elements; one exchange for each set of ranks."""
+    result = list(norms)
+    for world in {root.held[0] for root in roots}:
+        places = [i for i, root in enumerate(roots) if root.held[0] is world]
+        mine = torch.stack([norms[i].double() for i in places])
+        by_rows = _by_rank(world, mine, over_tensor=False)
+        cuts = [roots[i].held[1] for i in places]
+        mine = torch.stack(
+            [_whole_norm(by_rows[:, i], order) if cut.rows.num_ranks > 1 else mine[i] for i, cut in enumerate(cuts)]
+        )
+        if world.tensor.num_ranks > 1:
+            parts = _by_rank(world, mine, over_tensor=True)
+            mine = torch.stack(
+                [_whole_norm(parts[:, i], order) if cut.tensor else mine[i] for i, cut in enumerate(cuts)]
+            )
+        for value, place in zip(mine, places, strict=True):
+            result[place] = value.to(norms[place].dtype)
+    return result
+
+
+def _whole_norm(parts: Tensor, order: float) -> Tensor:
+    return parts.sum() if order == 0 else _norm(parts, order, None)
+
+
+def _by_rank(world: World, values: Tensor, over_tensor: bool) -> Tensor:
+    """Every rank's `values`, a row each, by rank of the shard axis or of the tensor axis."""
+    axis = world.tensor if over_tensor else world.shards
+    layout = RowLayout((axis.num_ranks, values.numel()), axis.num_ranks)
+    rows = values.new_zeros(layout.padded_numel)
+    layout.elements_of(rows, axis.rank).copy_(values)
+    if axis.num_ranks > 1:
+        world.meet("norms of partitioned tensors (all ranks must ask for them)")
+        axis.gather([Rows(rows, layout)], "norms of partitioned tensors").wait()
+    return rows.view(layout.shape)
+
+
+def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Torch's own, on rows; an overflow in any rank's rows is one on every rank."""
+    func([t.rows if isinstance(t, Root) else t for t in grads], found_inf, inv_scale)
+    for world in {t.held[0] for t in grads if isinstance(t, Root) and t.is_cut}:
+        for over_tensor in (False, True):
+            found_inf.copy_(_by_rank(world, found_inf.reshape(1), over_tensor).amax())
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments that an operator changes."""
+    for index, name in writes_of(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        yield from (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _unique(roots: Iterable[Root]) -> list[Root]:
+    return list({id(root): root for root in roots}.values())
