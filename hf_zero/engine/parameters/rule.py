@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
@@ -80,6 +81,7 @@ class Root(AtRest):
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator of torch of which some operands are at rest."""
+    args, kwargs = pytree.tree_map_only(DTensor, _known, (args, kwargs))
     operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     given = [t for t in operands if isinstance(t, AtRest)]
     kind = kind_of(func)
@@ -108,6 +110,14 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         if done:
             return result
     return _on_whole(func, args, kwargs, given, written)
+
+
+def _known(tensor: DTensor) -> Tensor:
+    """A tensor at rest as it is; the whole of another library's, and this rank's own of what is not reduced yet."""
+    if isinstance(tensor, AtRest):
+        return tensor
+    is_own = any(each.is_partial() for each in tensor.placements)
+    return torch_compat.local_of(tensor) if is_own else tensor.full_tensor()
 
 
 # --- on the whole -----------------------------------------------------------------------------------------------
