@@ -404,7 +404,8 @@ def _kill_in_training(victims: list[int]) -> tuple[str, bool]:
 
 
 def _left() -> int:
-    gc.collect()
+    for _ in range(2):  # what a graph's node holds goes with the node, and what it is in a cycle with the next time
+        gc.collect()
     return len(_shared_mappings()) + len(_shared_descriptors())
 
 

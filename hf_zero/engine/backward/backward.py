@@ -99,8 +99,6 @@ class Backward:
         self._watched: set[ZeroParameter] = set()
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # of the graph, with hooks: they live only as long as somebody holds them
-        # Before the collector takes the model apart: a parameter that a node holds then would never be freed.
-        weakref.finalize(model, self._nodes.clear)
         self._is_syncing = True
         self._follows_no_sync = False  # since the last reduction
 
