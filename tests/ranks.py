@@ -125,6 +125,7 @@ def _seed() -> None:
 
 def _leave_group() -> None:
     gc.collect()  # first the works and tensors in the cycles that a failure leaves
+    gc.collect()  # with what nodes of graphs held
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # then the groups that meshes in cycles hold: gloo closes its sockets when they go
