@@ -121,8 +121,8 @@ class RowLayout:
         return flat.view(shape[self.dim], *self._row_shape).movedim(0, self.dim)
 
     def flat(self, values: Tensor) -> Tensor:
-        """The whole tensor, or some of its rows, row after row; a view where memory has them so."""
-        return values.reshape(-1) if not self.dim else values.movedim(self.dim, 0).reshape(-1)
+        """The whole tensor, or some of its rows, row after row, contiguous; a view where memory has them so."""
+        return (values.movedim(self.dim, 0) if self.dim else values).reshape(-1).contiguous()
 
     def _empty_row_count(self, rank: int) -> int:
         chunk_rows = -(-self._rows // self.num_ranks)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ _PACKED_BYTES = 64 * 2**10  # a message costs more than copying this, and being 
 Item = TypeVar("Item")
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
     """A flat tensor that holds a whole parameter, and how it is cut.
 
     Attributes:
@@ -37,6 +39,9 @@ class Rows(NamedTuple):
     flat: Tensor
     layout: RowLayout
     is_numbers: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.flat.is_contiguous(), "peers would read past it"
 
 
 class RowCollectives(ABC):

@@ -327,6 +327,10 @@ class ZeroEngine:
             self.gathering.reads[p, is_traced] = known
         return known
 
+    def read_from(self, tensor: Tensor) -> Tensor:
+        """See `Reader.read_from`."""
+        return next((p.param for (p, _), known in self.gathering.reads.items() if known is tensor), tensor)
+
     def _is_traced(self, p: ZeroParameter) -> bool:
         return p.param.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 

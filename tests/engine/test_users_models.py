@@ -335,3 +335,63 @@ def test_tensors_that_say_no_device_are_the_users_only(stage: int, collectives: 
         twins.step()
         twins.model.load_state_dict(twins.model.state_dict())
         twins.step()
+
+
+# ---- gradients and weights in unusual memory -----------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    """Its parameters' gradients lie in memory with strides of 0 and 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3))
+        self.left, self.right = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+        self.bias = nn.Parameter(torch.randn(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.complex(self.real, self.imaginary)
+        pair = torch.stack([self.left, self.right], -1)
+        return (x.to(weight.dtype) @ weight.mT).abs().sum() + (x @ pair).tanh().sum() + self.bias.sum() * x.mean()
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
+@_EXCHANGES
+@_SHARDED
+@on_ranks(3)
+def test_gradients_that_are_not_contiguous_are_reduced_as_they_are_read(
+    stage: int, collectives: str, prefetch_bytes: int
+) -> None:
+    twins = Twins(stage, Complex, lambda m, x: m(x) / 30, collectives=collectives, prefetch_bytes=prefetch_bytes)
+    twins.step(3)
+
+
+class Functional(nn.Module):
+    """Calls a block with weights that it computes, as hypernetworks and meta learning do, and then as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.ones(5, 1))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = {"weight": self.block.weight * self.scale, "bias": self.block.bias + 1}
+        total = torch.func.functional_call(self.block, scaled, (x,))
+        total = total + torch.func.functional_call(self.block, {"bias": self.scale[:, 0]}, (x,))
+        return self.head(total * self.block(x))
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
+@_EXCHANGES
+@_SHARDED
+@on_ranks(3)
+def test_a_block_called_with_other_weights_in_a_forward_has_its_own_afterwards(
+    stage: int, collectives: str, prefetch_bytes: int
+) -> None:
+    config = {"collectives": collectives, "prefetch_bytes": prefetch_bytes, "units": {"min_numel": 1}}
+    twins = Twins(stage, Functional, **config)
+    held = list(twins.model.parameters())
+    twins.step(3)
+    twins.assert_same_output()
+    assert all(now is then for now, then in zip(twins.model.parameters(), held, strict=True))

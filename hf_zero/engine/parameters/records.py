@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.layout import RowLayout
 from hf_zero.scratch import Place
 
+_set = cast(Callable[[Any, str, Tensor], None], dict.__setitem__)
 gathered: set[int] = set()  # ids of the parameters that modules hold whole, as `GatheredParameters` has made them
 
 
@@ -144,7 +147,7 @@ class ZeroParameter:
             for holder, attribute in self.holders:
                 module = holder()
                 if module is not None and module._parameters.get(attribute) is before:
-                    module._parameters[attribute] = tensor  # type: ignore[assignment]
+                    _set(module._parameters, attribute, tensor)  # not as users put it back
 
     @cached_property
     def _is_in_rnn(self) -> bool:
@@ -182,7 +185,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def put(locations: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
     """Let modules hold `tensor` as a parameter, without the checks and copies of an ordinary assignment."""
     for module, attribute in locations:
-        module._parameters[attribute] = tensor  # type: ignore[assignment]
+        _set(module._parameters, attribute, tensor)
         if isinstance(module, nn.RNNBase):  # keeps a list of its own
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 

@@ -35,6 +35,9 @@ class Reader(Protocol):
     def read(self, param: Tensor) -> Tensor:
         """The whole tensor of a parameter, if a forward or backward is under way; else the parameter itself."""
 
+    def read_from(self, tensor: Tensor) -> Tensor:
+        """The parameter that `tensor` was read from, if it is a read under way; else the tensor itself."""
+
     def settle(self) -> None:
         """Put everything at rest, if a forward has ended without its hooks."""
 
@@ -63,6 +66,11 @@ class ReadableParameters(dict[str, Any]):
             return tensor  # put there by the engine, for a call
         reader = self._reader()
         return tensor if reader is None or reader.is_at_rest else _outside_compiled_graphs()(reader, tensor)
+
+    def __setitem__(self, name: str, tensor: Any) -> None:
+        """What was read may be put back: `functional_call` of a block does so. The parameter itself is then held again."""
+        reader = self._reader() if type(tensor) is Tensor else None
+        super().__setitem__(name, tensor if reader is None else reader.read_from(tensor))
 
     def items(self) -> Any:
         """What is held at rest, also after a forward that Ctrl-C has ended."""
