@@ -74,6 +74,7 @@ def forget_owner(param: Tensor, owner: Owner) -> None:
         del _owners[id(param)]
 
 
+_grad: Any = torch._C.TensorBase.grad
 _MEMORY = "_zero_memory"
 _SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY)
 
@@ -256,6 +257,20 @@ class PartitionedTensor(_Read, Root, DTensor):
             if memory is not None and sys.getrefcount(memory) > _OWN_REFERENCES:
                 memory.old = self._local_tensor.clone()
             self.copy_(value)
+
+    def _set_grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, DTensor) and value.shape == self.shape:
+            with torch.no_grad():
+                plain = value.full_tensor() if isinstance(value, View) else value.detach()
+                value = self.like(self.held[1].of(plain.to(self.device)).clone(memory_format=torch.contiguous_format))
+        _grad.__set__(self, value)
+
+    grad: Any = property(  # its getter stays torch's: steps read it
+        _grad.__get__,
+        _set_grad,
+        _grad.__delete__,
+        "The gradient, cut as the parameter is. A whole tensor may be assigned too: each rank keeps a copy of its rows.",
+    )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedTensor:
         if has_torch_function_unary(self):
