@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _foreach_utils
 
 from hf_zero.errors import PartitionError
 from hf_zero.layout import Cut, TensorCut, row_major
@@ -106,6 +107,15 @@ def are_locals_of(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
 def complete(tensor: Tensor) -> Tensor:
     """What a functional collective gives, as an ordinary tensor, once its exchange is over; any other as it is."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def step_in_lists(kind: type[Tensor]) -> None:
+    """Let torch's clipping and optimizers take tensors of this type in lists (`_foreach_`), as `DTensor` lets them.
+
+    They ask for the exact type, and otherwise go tensor by tensor: an exchange for the norm of each.
+    """
+    if kind not in _foreach_utils._foreach_supported_types:
+        _foreach_utils._foreach_supported_types.append(kind)
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:

@@ -107,6 +107,10 @@ TORCH = [
     Seam(torch.ops.aten, "_fused_adamw_", "", "operators: how it is run on tensors at rest"),
     Seam(torch.ops.aten, "_fused_sgd_", "", "operators: how it is run on tensors at rest"),
     Seam(torch.ops.aten, "_fused_adagrad_", "", "operators: how it is run on tensors at rest"),
+    Seam(
+        torch.utils._foreach_utils, "_foreach_supported_types", "", "step_in_lists: clipping takes gradients in lists"
+    ),
+    Seam(torch.utils._foreach_utils, "_has_foreach_support", "in _foreach_supported_types", "step_in_lists"),
     Seam(torch.ops.aten, "_foreach_norm", "", "operators: those of this family work place by place"),
     Seam(torch.distributed.tensor._dtensor_spec.TensorMeta, "_replace", "", "PartitionedTensor.like"),
     Seam(torch.Tensor, "_make_wrapper_subclass", "", "View"),

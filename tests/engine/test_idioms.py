@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
+import hf_zero
 from tests.engine.twins import Net, Twins, batch, square_loss, whole
 from tests.ranks import on_ranks
 
@@ -250,3 +251,14 @@ def test_idioms_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tupl
             twins.update()
         twins.assert_same_output()
     twins.step()
+
+
+@on_ranks(2, stage=[1, 2, 3])
+def test_clipping_exchanges_once_whatever_the_number_of_parameters(stage: int) -> None:
+    twins = Twins(stage, Net, units={"min_numel": 1})
+    twins.backward()
+    ledger = hf_zero.engine_of(twins.model).world.ledger
+    ledger.reset()
+    clip_grad_norm_(twins.model.parameters(), 0.1)
+    assert ledger.total("gather").calls == 1
+    assert {unit for kind, unit in ledger.entries if kind == "gather"} == {"norms of partitioned tensors"}

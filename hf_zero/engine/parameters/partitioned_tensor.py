@@ -303,6 +303,9 @@ class PartitionedTensor(_Read, Root, DTensor):
         raise UsageError(f"share_memory_: {self.describe()} is partitioned; share the memory of a whole copy instead")
 
 
+torch_compat.step_in_lists(PartitionedTensor)
+
+
 def rows_like(rows: Tensor, param: Tensor) -> Tensor:
     """A value over this rank's elements `rows`, cut as `param` is; a plain one as it is."""
     if isinstance(param, PartitionedTensor):

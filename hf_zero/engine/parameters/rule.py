@@ -81,8 +81,10 @@ class Root(AtRest):
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator of torch of which some operands are at rest."""
-    args, kwargs = pytree.tree_map_only(DTensor, _known, (args, kwargs))
-    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    operands = _tensors_in((*args, *kwargs.values()))
+    if any(isinstance(t, DTensor) and not isinstance(t, AtRest) for t in operands):
+        args, kwargs = pytree.tree_map_only(DTensor, _known, (args, kwargs))
+        operands = _tensors_in((*args, *kwargs.values()))
     given = [t for t in operands if isinstance(t, AtRest)]
     kind = kind_of(func)
     if kind is Kind.ALIAS:
@@ -162,8 +164,25 @@ def _refuse_other_shape(func: Any, given: AtRest) -> NoReturn:
 
 
 def _mapped(func: Any, args: Any, kwargs: Any, plain: dict[int, Tensor]) -> Any:
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: plain.get(id(t), t), (args, kwargs))
-    return func(*args, **kwargs)
+    return func(*(_swapped(a, plain) for a in args), **{key: _swapped(a, plain) for key, a in kwargs.items()})
+
+
+def _swapped(argument: Any, plain: dict[int, Tensor]) -> Any:
+    if isinstance(argument, Tensor):
+        return plain.get(id(argument), argument)
+    return [_swapped(a, plain) for a in argument] if isinstance(argument, list | tuple) else argument
+
+
+def _tensors_in(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments, which are tensors, lists of them, and other things: clipping passes here
+    for every gradient, and a walk by pytree takes ten calls a tensor."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found += _tensors_in(argument)
+    return found
 
 
 # --- on rows ----------------------------------------------------------------------------------------------------
@@ -192,7 +211,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
 def _groups(args: Any, kwargs: Any, kind: Kind) -> list[list[Tensor]]:
     """The tensors that an operator puts together: all, or those of each place of its lists, and what goes with every place."""
     if kind is Kind.ROWS:
-        return [[t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]]
+        return [_tensors_in((*args, *kwargs.values()))]
     values = [*args, *kwargs.values()]
     lists = [v for v in values if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
     shared = [v for v in values if isinstance(v, Tensor)]
@@ -251,7 +270,10 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     dtype = kwargs.get("dtype") or (args[2] if is_list and len(args) > 2 else None)
     parts = [t.rows if isinstance(t, Root) else t for t in tensors]
-    norms = [_norm(part, order, dtype) for part in parts]
+    if all(part.numel() for part in parts):
+        norms = list(torch._foreach_norm(parts, order, dtype=dtype))
+    else:
+        norms = [_norm(part, order, dtype) for part in parts]
     cut = [i for i, t in enumerate(tensors) if isinstance(t, Root) and t.is_cut]
     for place, norm in zip(
         cut, _added([cast(Root, tensors[i]) for i in cut], [norms[i] for i in cut], order), strict=True
@@ -274,21 +296,19 @@ def _added(roots: list[Root], norms: list[Tensor], order: float) -> list[Tensor]
         mine = torch.stack([norms[i].double() for i in places])
         by_rows = _by_rank(world, mine, over_tensor=False)
         cuts = [roots[i].held[1] for i in places]
-        mine = torch.stack(
-            [_whole_norm(by_rows[:, i], order) if cut.rows.num_ranks > 1 else mine[i] for i, cut in enumerate(cuts)]
-        )
+        mine = _whole_norms(by_rows, mine, [cut.rows.num_ranks > 1 for cut in cuts], order)
         if world.tensor.num_ranks > 1:
             parts = _by_rank(world, mine, over_tensor=True)
-            mine = torch.stack(
-                [_whole_norm(parts[:, i], order) if cut.tensor else mine[i] for i, cut in enumerate(cuts)]
-            )
-        for value, place in zip(mine, places, strict=True):
+            mine = _whole_norms(parts, mine, [cut.tensor is not None for cut in cuts], order)
+        for value, place in zip(mine.unbind(), places, strict=True):
             result[place] = value.to(norms[place].dtype)
     return result
 
 
-def _whole_norm(parts: Tensor, order: float) -> Tensor:
-    return parts.sum() if order == 0 else _norm(parts, order, None)
+def _whole_norms(parts: Tensor, own: Tensor, are_cut: list[bool], order: float) -> Tensor:
+    """The norm of each column of `parts`, [ranks, tensors]; `own` where a tensor is not cut."""
+    whole = parts.sum(0) if order == 0 else torch.linalg.vector_norm(parts, order, dim=0)
+    return whole if all(are_cut) else torch.where(own.new_tensor(are_cut, dtype=torch.bool), whole, own)
 
 
 def _by_rank(world: World, values: Tensor, over_tensor: bool) -> Tensor:
@@ -315,7 +335,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors among the arguments that an operator changes."""
     for index, name in writes_of(func):
         value = args[index] if index < len(args) else kwargs.get(name)
-        yield from (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+        yield from _tensors_in((value,))
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
