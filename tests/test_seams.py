@@ -269,6 +269,23 @@ ACCELERATE = [
     Seam(accelerate.Accelerator, "prepare_model", "if not evaluation_mode:", "no DDP"),
     Seam(accelerate.Accelerator, "prepare_model", "DistributedType.MULTI_CPU", "no DDP on CPUs either"),
     Seam(accelerate.Accelerator, "no_sync", 'getattr(model, "no_sync", context)', "no_sync of the model"),
+    Seam(
+        accelerate.Accelerator,
+        "skip_first_batches",
+        "skip_first_batches(dataloader, num_batches",
+        "the rest of an epoch",
+    ),
+    Seam(
+        accelerate.data_loader,
+        "skip_first_batches",
+        "SkipBatchSampler(batch_sampler, skip_batches=num_batches)",
+        "its batches are drawn again",
+    ),
+    Seam(
+        accelerate.data_loader.DataLoaderShard, "__iter__", "self.iteration += 1", "wrapped: an epoch begins and ends"
+    ),
+    Seam(accelerate.data_loader.DataLoaderShard, "__iter__", "self.end_of_dataloader = True", "the last batch"),
+    Seam(accelerate.data_loader.DataLoaderDispatcher, "__iter__", "self.end_of_dataloader = True", "wrapped, likewise"),
     Seam(accelerate.Accelerator, "save_model", "self.get_state_dict(model)", "every rank gets the dict"),
     Seam(
         accelerate.Accelerator,

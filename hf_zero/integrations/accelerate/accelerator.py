@@ -21,7 +21,7 @@ from hf_zero.engine.engine import engine_of, live_engines
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, world_of_accelerator
-from hf_zero.integrations.accelerate.data_order import continue_epoch
+from hf_zero.integrations.accelerate.data_order import continue_epoch, watch
 from hf_zero.integrations.accelerate.ddp_options import with_ddp_options
 from hf_zero.integrations.accelerate.precision import scale_loss, with_mixed_precision
 from hf_zero.integrations.accelerate.tensor_axis import (
@@ -113,7 +113,6 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self._zero_mesh = self.zero_plugin.mesh or (None if tensor_size > 1 else _mesh_of(self, given))
         if tensor_size > 1:
             gather_each_batch_once(self, tensor_size)
-        self._resumed: list[Any] = []  # loaders that have yet to continue the epoch in which the state was saved
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Partition the models among `args`, rebind their optimizers to the partitioned parameters, and prepare the rest.
@@ -148,6 +147,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         """Rebind the optimizer to the partitioned parameters of the models prepared so far."""
         self._rebind(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader, which then remembers what the order of each epoch is drawn from."""
+        return watch(super().prepare_data_loader(data_loader, *args, **kwargs))
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
         return args  # accelerate would look for parameters by addresses of rows, which may be empty
@@ -253,14 +256,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 f"load_state does not know {unknown[0]!r}: weights are loaded as they were saved, or not at all"
             )
         load_state(self, input_dir, allow_pickle, load_kwargs or {})
-        self._resumed = list(self._dataloaders)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The rest of an epoch; after `load_state`, the rest of the epoch in which the state was saved."""
         rest = super().skip_first_batches(dataloader, num_batches)
-        if any(dataloader is each for each in self._resumed):
-            self._resumed = [each for each in self._resumed if each is not dataloader]
-            continue_epoch(dataloader, rest)
+        continue_epoch(dataloader, rest, num_batches)
         return rest
 
 

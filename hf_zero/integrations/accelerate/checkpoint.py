@@ -393,5 +393,5 @@ def _load_small_files(accelerator: Any, folder: Path, checked: _Checked, kwargs:
         load_kwargs=dict(kwargs),
     )
     accelerator.step = checked.step
-    for number, (loader, order) in enumerate(zip(accelerator._dataloaders, checked.order, strict=False)):
-        restore_order(loader, order, number, accelerator.process_index == 0)
+    for loader, order in zip(accelerator._dataloaders, checked.order, strict=False):
+        restore_order(loader, order)
