@@ -72,7 +72,6 @@ class ZeroEngine:
         self._roots: list[nn.Module] = []  # whose forwards are under way: the model, or parts that hold units
         self._hooks_of: dict[int, ModuleHooks] = {}
         self._unit_of: dict[int, Unit] = {}
-        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
         with torch.inference_mode(False):
             kept = kept_parameters(model, world.config)
             self.parameters = [self._known(found, found.param in kept) for found in find_parameters(model)]
@@ -203,15 +202,6 @@ class ZeroEngine:
     def find(self, param: Tensor) -> ZeroParameter | None:
         """The engine's record of a parameter (as the user holds it), if it is this engine's."""
         return self._by_param.get(id(param))
-
-    def remember_replaced(self, old: nn.Parameter, name: str) -> None:
-        """`old` was the parameter `name` before the model was partitioned: an optimizer must not hold it."""
-        self._replaced[id(old)] = (weakref.ref(old), name)
-
-    def replaced_name(self, param: Tensor) -> str | None:
-        """The name under which `param` was part of the model before it was partitioned."""
-        entry = self._replaced.get(id(param))
-        return entry[1] if entry is not None and entry[0]() is param else None
 
     # --- forward ------------------------------------------------------------------------------------------------
 

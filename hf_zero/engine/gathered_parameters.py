@@ -17,6 +17,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import gathered, put
+from hf_zero.engine.parameters.replaced import is_replaced, refuse
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
@@ -74,6 +75,7 @@ class GatheredParameters:
 
     Raises:
         UsageError: a parameter is in use by a forward or backward, or is not one of hf_zero's.
+        PartitionError: a parameter is held as it was before the model was partitioned.
         CollectiveError: a rank did not take part.
 
     Source: deepspeed.zero.GatheredParameters.
@@ -89,6 +91,8 @@ class GatheredParameters:
             chosen: list[Tensor] = list(params.parameters())
         else:
             chosen = [params] if isinstance(params, Tensor) else list(params)
+        for param in filter(is_replaced, chosen):
+            refuse(param)
         self._params = list({id(param): param for param in chosen}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._gathered: list[_Gathered] = []

@@ -52,7 +52,7 @@ class OwnerStepping(RowStepping):
         """See `Stepping.owned`; what is whole on every rank has no owner."""
         return {id(p): self._owners[worlds[id(p)]] for p in params if worlds[id(p)].layout_of(p).num_ranks > 1}
 
-    def kept(self, value: Any, old: Tensor, known: ZeroParameter) -> Any:
+    def kept(self, value: Any, known: ZeroParameter) -> Any:
         """A state as it is: owners keep whole states, the others drop theirs at the first step."""
         return value
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.engine.parameters.replaced import current, is_replaced, name_of
 from hf_zero.errors import PartitionError
 from hf_zero.optim.choice import stepping_of, worlds_of
 from hf_zero.optim.owners import Owners
@@ -31,13 +32,13 @@ def _before_hooks(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     params = params_of(optimizer)
     held = []
+    old = next((param for param in params if is_replaced(param)), None)
+    if old is not None:
+        raise PartitionError(
+            f"the optimizer holds {name_of(old)} as it was before the model was partitioned, so it would train "
+            "nothing: make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
+        )
     for engine in live_engines():
-        name = next(filter(None, map(engine.replaced_name, params)), None)
-        if name is not None:
-            raise PartitionError(
-                f"the optimizer holds {name!r} as it was before the model was partitioned, so it would train nothing: "
-                "make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
-            )
         if any(map(engine.find, params)):
             held.append(engine)
 
@@ -116,16 +117,14 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> No
         assert known is not None
         state = optimizer.state.pop(old)
         # Where nothing is partitioned, states stay as they are.
-        kept = state if stepping is None else {k: stepping.kept(value, old, known) for k, value in state.items()}
+        kept = state if stepping is None else {k: stepping.kept(value, known) for k, value in state.items()}
         optimizer.state[new] = kept
     vars(optimizer).pop("_zero_checked_state", None)
 
 
 def _current(param: Tensor, engine: ZeroEngine) -> Any:
-    name = engine.replaced_name(param)
-    if name is None:
-        return param
-    return next(p.param for p in engine.parameters if p.name == name or name in p.aliases)
+    now = current(param)
+    return param if engine.find(now) is None else now
 
 
 @functools.cache

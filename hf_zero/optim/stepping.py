@@ -99,15 +99,14 @@ class Stepping:
         """Room for states that are about to be read, see `optimizers.rooms_on_disk`."""
         return {}
 
-    def kept(self, value: Any, old: Tensor, known: ZeroParameter) -> Any:
+    def kept(self, value: Any, known: ZeroParameter) -> Any:
         """A state of a parameter in the form in which this optimizer keeps it: this rank's rows.
 
         Args:
             value: of any kind; only tensors of the parameter's shape are cut.
-            old: the parameter that it was made for.
-            known: the parameter that it is for now.
+            known: the parameter that it is for.
         """
-        if not isinstance(value, Tensor) or value.shape != old.shape or not isinstance(known.param, DTensor):
+        if not isinstance(value, Tensor) or value.shape != known.param.shape or not isinstance(known.param, DTensor):
             return value
         if isinstance(value, DTensor):
             value = torch_compat.local_of(value.redistribute(known.param.device_mesh, known.param.placements))
@@ -138,7 +137,7 @@ class Stepping:
                     f"the optimizer's state {key!r} of {known.name!r} {place} has the shape {tuple(value.shape)}, but the "
                     f"parameter is {tuple(shape)}: load a whole state of this model, as a plain run saves it"
                 )
-            state[key] = self.kept(value, param, known)
+            state[key] = self.kept(value, known)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.ranks.world import World
 from hf_zero.sharding.whole_window import WINDOW_BYTES, WholeWindow, is_plain, is_shard, own, to_shard
 
@@ -191,6 +192,8 @@ class Cutter:
                 self._cuts = before
                 with self.paused():
                     self.window.close()
+                    for old, shard in list(self._twins.items()):  # type: ignore[no-untyped-call]
+                        replace(old, shard)
                     self._twins.clear()
 
     @contextmanager

@@ -11,27 +11,23 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import remember_class
 from hf_zero.engine.parameters.records import cut, put, wrap
+from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_quantised
 from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis, share_resized
 
 
-def partition_whole(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+def partition_whole(model: nn.Module, world: World) -> None:
     """Share a model's layers over the tensor axis, if there is one, and cut what is not cut yet: see `partition_parameters`."""
-    replaced = distribute(model, world)
+    distribute(model, world)
     share_resized(model, world)
     remember_tensor_axis(model, world)
-    return replaced + partition_parameters(model, world)
+    partition_parameters(model, world)
 
 
-def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
-    """Give every plain parameter rank 0's values, and cut it; partitioned ones stay as they are.
-
-    Returns:
-        The parameters that were replaced, with their names.
-    """
-    replaced = []
+def partition_parameters(model: nn.Module, world: World) -> None:
+    """Give every plain parameter rank 0's values, and cut it; partitioned ones stay as they are."""
     if world.partitions and world.config.policy.shards_parameters:
         for found in find_quantised(model):
             _partition_quantised(found, world)
@@ -42,11 +38,7 @@ def partition_parameters(model: nn.Module, world: World) -> list[tuple[nn.Parame
             world.data.broadcast(torch_compat.local_of(found.param), 0, found.names[0])
         else:
             world.broadcast(found.param.data, found.names[0])
-        old = found.param
         partition_one(found, world)
-        if found.param is not old:
-            replaced.append((old, found.names[0]))
-    return replaced
 
 
 def _partition_quantised(found: FoundParameter, world: World) -> None:
@@ -60,7 +52,10 @@ def _partition_quantised(found: FoundParameter, world: World) -> None:
 
 
 def partition_one(found: FoundParameter, world: World) -> None:
-    """Cut one whole parameter to this rank's rows, in all its places, in the dtype at rest."""
+    """Cut one whole parameter to this rank's rows, in all its places, in the dtype at rest.
+
+    The whole one is the model's no longer, see [Note: what the model no longer uses].
+    """
     param = found.param
     dtype = world.precision.master_for(param.dtype, param.requires_grad)
     if not world.partitions:
@@ -72,15 +67,11 @@ def partition_one(found: FoundParameter, world: World) -> None:
     new._zero_made_in = param.dtype  # type: ignore[attr-defined]
     put(found.locations, new)
     found.param = new
+    replace(param, new)
 
 
-def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
-    """Cast trainable parameters that are already partitioned to the dtype that the optimizer updates, one at a time.
-
-    Returns:
-        The parameters that were replaced, with their names.
-    """
-    replaced: list[tuple[nn.Parameter, str]] = []
+def raise_to_master(model: nn.Module, world: World) -> None:
+    """Cast trainable parameters that are already partitioned to the dtype that the optimizer updates, one at a time."""
     for found in find_parameters(model):
         param = found.param
         dtype = world.precision.master_for(param.dtype, param.requires_grad)
@@ -89,8 +80,7 @@ def raise_to_master(model: nn.Module, world: World) -> list[tuple[nn.Parameter, 
         new = wrap(torch_compat.local_of(param).to(dtype), world, param)
         new._zero_made_in = param.dtype  # type: ignore[attr-defined]
         put(found.locations, new)
-        replaced.append((param, found.names[0]))
-    return replaced
+        replace(param, new)
 
 
 def broadcast_buffers(model: nn.Module, world: World, known: Collection[int]) -> None:

@@ -48,13 +48,11 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     move_to(model, world.device)
     agree_on_model(model, world)
     check_quantised(model, world)
-    replaced = partition_whole(model, world) + raise_to_master(model, world)
+    partition_whole(model, world)
+    raise_to_master(model, world)
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
-    engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
-    for old, name in replaced:
-        engine.remember_replaced(old, name)
-    return engine
+    return ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
 
 
 class LateEngine:

@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
 from hf_zero.comm.groups import TENSOR_AXIS
+from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.parameters.tensor_axis import (
     is_over_tensor_axis,
     remember_placement,
@@ -94,11 +95,8 @@ class TensorParallelSeam:
         return _apply(model, distributed_config, self._world)
 
 
-def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]:
+def distribute(model: nn.Module, world: World) -> None:
     """Make a whole model tensor-parallel, with the values of rank 0, if there is a tensor axis; called by all ranks together.
-
-    Returns:
-        The parameters that were replaced, with their names.
 
     Raises:
         PartitionError: transformers has no plan for it.
@@ -111,7 +109,7 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
             "ZeroTrainingArguments) with tp_size in the zero configuration, which gives it one"
         )
     if world.tensor.num_ranks == 1 or any(isinstance(each.param, DTensor) for each in found):
-        return []
+        return
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -121,7 +119,6 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
             f"tp_size is {world.tensor.num_ranks}, but {type(model).__name__} is not a model of transformers, whose tensor "
             "parallelism is used: leave tp_size out; or load the model in it under zero.Init first, as for adapters"
         )
-    old = {id(each.param): each for each in found}
     mapping = get_model_conversion_mapping(model)
     for each in found:
         world.broadcast(each.param.data, each.names[0])
@@ -133,8 +130,6 @@ def distribute(model: nn.Module, world: World) -> list[tuple[nn.Parameter, str]]
     for each in find_parameters(model):
         if isinstance(each.param, DTensor):  # its part is a view of the whole
             torch_compat.set_local(each.param, torch_compat.local_of(each.param).clone())
-    now = {id(each.param) for each in find_parameters(model)}
-    return [(each.param, each.names[0]) for key, each in old.items() if key not in now]
 
 
 def refuse_mixed_parts(model: nn.Module, weight_mapping: Any, world: World) -> None:
@@ -194,11 +189,12 @@ def share_resized(model: nn.Module, world: World) -> None:
 
 
 def _tie_again(found: list[FoundParameter]) -> None:
-    """Let modules that held one parameter hold one again: what the first of them has now."""
+    """Let modules that held one parameter hold one again: what the first of them has now, in place of what they had."""
     for each in found:
         (holder, name), *others = each.locations
         for other, other_name in others:
             other._parameters[other_name] = holder._parameters[name]
+        replace(each.param, cast(nn.Parameter, holder._parameters[name]))
 
 
 def remember_tensor_axis(model: nn.Module, world: World) -> None:
