@@ -19,10 +19,11 @@ from hf_zero.engine.modules.activations import PartitionedActivations
 from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
 from hf_zero.engine.modules.hooks import Hook, ModuleHooks
 from hf_zero.engine.modules.state_dict import CutStateDict
+from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import forget_owner, set_owner
 from hf_zero.engine.parameters.quantised import as_shown, is_quantised
-from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.records import ZeroParameter, gathered
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
@@ -167,8 +168,10 @@ class ZeroEngine:
             for module, _ in p.locations:
                 module._parameters = dict(module._parameters)
         model = self._model()
-        if model is not None and model.__dict__.get("_zero_engine") is self:
-            del model.__dict__["_zero_engine"]
+        if model is not None:
+            note_left_behind(model, self.parameters)
+            if model.__dict__.get("_zero_engine") is self:
+                del model.__dict__["_zero_engine"]
         _live_engines.discard(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -222,14 +225,8 @@ class ZeroEngine:
             return None
         self.backward.recover()
         model = self._model()
-        if module is model and not self._structure.is_unchanged():
-            if is_function_running("functional_call"):
-                self._roots.clear()
-                raise UsageError(
-                    "torch.func.functional_call puts other tensors into the modules of a partitioned model for one call, which "
-                    "the engine cannot tell from new parameters: call it on a whole copy (`copy.deepcopy` before shard_model)"
-                )
-            return self._start_anew(module, args, kwargs)
+        if model is not None and self._has_changed(module, model):
+            return self._start_anew(model, module, args, kwargs)
         self._check_dtypes()
         for entry in self.backward.entries:
             entry.reset()
@@ -250,7 +247,24 @@ class ZeroEngine:
         is_own_call = entering is outermost and self._thread == threading.get_ident()
         return calls_of(outermost, self._thread) >= self._roots.count(outermost) + is_own_call
 
-    def _start_anew(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _has_changed(self, module: nn.Module, model: nn.Module) -> bool:
+        """Whether the model holds others than when it was partitioned, in a call of `module`.
+
+        Inside `GatheredParameters`, and in a part that was given other tensors for one call, that can wait.
+        """
+        if self._structure.is_unchanged() or any(id(p.param) in gathered for p in self.parameters):
+            return False
+        if not is_function_running("functional_call"):
+            return True
+        if module is model:
+            self._roots.clear()
+            raise UsageError(
+                "torch.func.functional_call puts other tensors into the modules of a partitioned model for one call, which "
+                "the engine cannot tell from new parameters: call it on a whole copy (`copy.deepcopy` before shard_model)"
+            )
+        return False
+
+    def _start_anew(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The model has other parameters than before: partition them, and run this forward under a new engine."""
         self.close()
         logger.info("the model has other parameters than when it was partitioned: they are partitioned now")
@@ -258,7 +272,7 @@ class ZeroEngine:
             return None
         late = copy.deepcopy(self._copied_as)
         late.known_buffers = self._buffers
-        return late(module, args, kwargs)
+        return late.start_inside(model, module, args, kwargs)
 
     def _check_dtypes(self) -> None:
         for p in self.parameters:

@@ -48,12 +48,6 @@ def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
     return world.gather_parameter(torch_compat.local_of(param), world.cut_of(param), "whole parameters")
 
 
-def at_rest(param: nn.Parameter) -> nn.Parameter:
-    """What a whole parameter stands for inside `GatheredParameters`; any other is at rest itself."""
-    found: nn.Parameter = vars(param).get("_zero_stands_for", param)
-    return found
-
-
 class GatheredParameters:
     """Within: the given parameters are whole; on exit, what has changed is written back into the shards.
 
@@ -187,8 +181,9 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: nn.Parameter) -> None:
     """Let modules hold `param` again, but for those that were given another parameter, or another shape, meanwhile."""
+    gathered.discard(id(param))
+    del vars(whole)["_zero_stands_for"]  # where it stays, it is a parameter like any that a module has been given
     if whole.shape == param.shape:
-        gathered.discard(id(param))
         put([(module, name) for module, name in places if module._parameters.get(name) is whole], param)
 
 

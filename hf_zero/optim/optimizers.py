@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.engine.parameters.left_behind import successor
 from hf_zero.engine.parameters.replaced import current, is_replaced, name_of
 from hf_zero.errors import PartitionError
 from hf_zero.optim.choice import stepping_of, worlds_of
@@ -42,6 +44,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         if any(map(engine.find, params)):
             held.append(engine)
 
+    _refuse_left_behind(params)
+
     def before_change() -> None:
         for engine in held:
             engine.before_step(optimizer)
@@ -57,6 +61,25 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         return None
     stepping.cut_loaded_states(optimizer, worlds)
     return stepping.begin(StepCall(optimizer, worlds, args[1:], kwargs, before_change, after_change))
+
+
+def _refuse_left_behind(params: list[Tensor]) -> None:
+    """Raise where a model's new parameter has a gradient and no optimizer, see [Note: what optimizers hold]."""
+    held: set[int] = set()
+    for now, name in filter(None, map(successor, params)):
+        if not now.requires_grad or now.grad is None:
+            continue
+        held = held or {id(each) for one in _all_optimizers() for each in params_of(one)}
+        if id(now) not in held:
+            raise PartitionError(
+                f"the optimizer holds a {name!r} that its model no longer has, and none holds the {name!r} of shape "
+                f"{tuple(now.shape)} that has taken its place and gets gradients: make the optimizer anew, call "
+                "`optimizer.add_param_group`, or freeze the new one"
+            )
+
+
+def _all_optimizers() -> list[torch.optim.Optimizer]:
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -35,7 +35,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.changes import Changes
-from hf_zero.engine.gathered_parameters import GatheredParameters, at_rest, gather_whole
+from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
+from hf_zero.engine.parameters.records import at_rest
 from hf_zero.engine.ranks.world import world_that_cut
 from hf_zero.sharding.active import is_constructing
 from hf_zero.sharding.late import run_instead

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_quantised
+from hf_zero.engine.parameters.records import is_gathered
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import find_parameters
-from hf_zero.errors import PartitionError
+from hf_zero.errors import PartitionError, UsageError
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
@@ -80,6 +81,24 @@ def check_quantised(model: nn.Module, world: World) -> None:
             raise PartitionError(
                 f"the ranks' models differ: quantised weights such as {differing[0]!r} are others on rank {rank}: load "
                 "them from the same files everywhere"
+            )
+
+
+def refuse_whole_for_a_while(model: nn.Module) -> None:
+    """Raise a `UsageError` where modules hold whole tensors for a while: partitioned as new ones, they would be nobody's.
+
+    Optimizers hold the parameters that those stand for.
+    """
+    for found in find_parameters(model):
+        if is_gathered(found.param):
+            raise UsageError(
+                f"{found.names[0]!r} is whole for a while, inside `GatheredParameters`, where {type(model).__name__} cannot be "
+                "partitioned: call shard_model, and run the first forward, outside; or gather all of its parameters"
+            )
+        if not isinstance(found.param, nn.Parameter):
+            raise UsageError(
+                f"{found.names[0]!r} is whole for the length of a call: {type(model).__name__} cannot be partitioned while a "
+                "forward or backward of it is under way"
             )
 
 

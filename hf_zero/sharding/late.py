@@ -6,7 +6,7 @@ Until then, adapters, a resized embedding or a new head can still be added to it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from hf_zero.engine.modules.float32 import find_modules
 from hf_zero.engine.modules.hooks import Hook
 from hf_zero.engine.modules.state_dict import CutStateDict
 from hf_zero.engine.parameters.on_disk import check_offload
+from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World, world_of
-from hf_zero.engine.units.grouping import find_parameters, named_blocks
+from hf_zero.engine.units.grouping import FoundParameter, find_parameters, named_blocks
 from hf_zero.optim.optimizers import hear_of_steps
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.checks import (
@@ -27,6 +28,7 @@ from hf_zero.sharding.checks import (
     check_quantised,
     refuse_parameters_in_lists,
     refuse_sparse_gradients,
+    refuse_whole_for_a_while,
 )
 from hf_zero.sharding.cutting import broadcast_buffers, move_to, partition_whole, raise_to_master
 
@@ -41,6 +43,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     named_blocks(model, world.config.units)  # these two raise before anything is changed
     find_modules(model, world.config)
     check_offload(world)
+    refuse_whole_for_a_while(model)
     hear_of_steps()
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
@@ -53,6 +56,19 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
     return ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
+
+
+def _is_run(model: nn.Module) -> bool:
+    """Whether a model has no parameters, or is a part of one that has an engine.
+
+    By the places of its parameters: while a call is under way, modules hold whole tensors there.
+    """
+    places = _places(find_parameters(model))
+    return not places or any(places <= _places(engine.parameters) for engine in live_engines())
+
+
+def _places(found: Iterable[FoundParameter | ZeroParameter]) -> set[tuple[int, str]]:
+    return {(id(module), name) for each in found for module, name in each.locations}
 
 
 class LateEngine:
@@ -78,22 +94,37 @@ class LateEngine:
         """Make the engine of a model, if none of its parameters has one."""
         if self._is_done or engine_of(module) is not None:
             return None
-        if self.world.partitions and not any(isinstance(param, DTensor) for param in module.parameters()):
+        is_run = _is_run(module)
+        if not is_run and self.world.partitions and not any(isinstance(p, DTensor) for p in module.parameters()):
             return None  # inside `GatheredParameters`: the next forward outside makes the engine
+        engine = None if is_run else self._start(module)
         self._is_done = True
         for handle in self.inside:
             handle.remove()
-        params = [found.param for found in find_parameters(module)]
-        if not params or any(all(engine.find(p) is not None for p in params) for engine in live_engines()):
-            return None  # a part of a model that has an engine
+        return engine
+
+    def start_inside(self, model: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Make the engine of `model` in a call of a part of it, or of itself, and let it see this call."""
+        if part is model:
+            return self(model, args, kwargs)
+        known = set(part._forward_pre_hooks)
+        if self.start(model) is None:
+            return None
+        for key, hook in list(part._forward_pre_hooks.items()):
+            if key not in known:
+                args, kwargs = hook(part, args, kwargs) or (args, kwargs)
+        return args, kwargs
+
+    def _start(self, module: nn.Module) -> ZeroEngine:
         for inner in engines_inside(module):
             inner.close()
-        if self._load_handle is not None:
-            self._load_handle.remove()  # the engine has its own
         for name, param in module.named_parameters():
             if name in self._made_in:
                 param._zero_made_in = self._made_in[name]  # type: ignore[attr-defined]
-        return start_engine(module, self.world, self.known_buffers)
+        engine = start_engine(module, self.world, self.known_buffers)
+        if self._load_handle is not None:
+            self._load_handle.remove()  # the engine has its own
+        return engine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateEngine:
         return LateEngine(self.world, self._made_in)
@@ -108,13 +139,8 @@ class _LateInside:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Make the engine, and let its hooks of this part see this call."""
-        model, known = self._model(), set(module._forward_pre_hooks)
-        if model is None or self._late.start(model) is None:
-            return None
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if key not in known:
-                args, kwargs = hook(module, args, kwargs) or (args, kwargs)
-        return args, kwargs
+        model = self._model()
+        return None if model is None else self._late.start_inside(model, module, args, kwargs)
 
 
 def is_late(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from hf_zero import torch_compat
 from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of
+from hf_zero.engine.parameters.records import at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import ConfigError, PartitionError
@@ -58,7 +59,7 @@ def shard_model(
     """
     adapters.install()
     engine = engine_of(model)
-    if engine is not None and all(engine.find(found.param) is not None for found in find_parameters(model)):
+    if engine is not None and all(engine.find(at_rest(found.param)) is not None for found in find_parameters(model)):
         if config is not None and ZeroConfig.load(config) != engine.world.config:
             raise ConfigError(
                 f"{type(model).__name__} runs under another configuration already: call shard_model with that one, or with "

@@ -172,9 +172,20 @@ class ZeroParameter:
         return rows_like(rows, param) if isinstance(param, DTensor) else rows
 
 
-def at_rest_id(param: Tensor | None) -> int:
+def at_rest(param: nn.Parameter) -> nn.Parameter:
+    """What a whole parameter stands for inside `GatheredParameters`; any other is at rest itself."""
+    found: nn.Parameter = vars(param).get("_zero_stands_for", param)
+    return found
+
+
+def at_rest_id(param: nn.Parameter | None) -> int:
     """The id of a parameter; of the one that it stands for, inside `GatheredParameters`."""
-    return id(param if param is None else vars(param).get("_zero_stands_for", param))
+    return id(None if param is None else at_rest(param))
+
+
+def is_gathered(param: Tensor) -> bool:
+    """Whether this is a whole parameter that stands for one inside `GatheredParameters`, now."""
+    return "_zero_stands_for" in vars(param)
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
