@@ -277,6 +277,18 @@ def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+@functools.cache
+def _no_memory(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """A tensor without memory whose version counter is that of `tensor`."""
+    counter = tensor.detach()
+    torch._C.TensorBase.data.__set__(counter, _no_memory(tensor.device))  # type: ignore[attr-defined]
+    return counter
+
+
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and storages hold the memory of `storage`, in Python and in C++."""
     return int(torch._C._storage_Use_Count(storage._cdata))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -288,7 +289,7 @@ class ZeroEngine:
         self._roots.pop()
         if self._roots or torch_compat.in_backward():
             return
-        self.gathering.reads.clear()
+        self.gathering.end_reads(has_failed=output is None and sys.exc_info()[1] is not None)
         self.gathering.end_forward()
         if output is None:
             self.gathering.schedule.abandon()
@@ -322,18 +323,20 @@ class ZeroEngine:
         if p is None or not self._is_running():
             return param
         is_traced = self._is_traced(p)
-        known = self.gathering.reads.get((p, is_traced))
+        self.gathering.keep_written_reads()
+        known = self.gathering.reads.find(p, is_traced)
         if known is None:
             self.gathering.begin_read()
             unit = self._unit_of[id(p)]
             whole = as_shown(param, unit.read_whole(p))
             known = p.as_seen(in_graph(self.backward, Read(p, unit), whole) if is_traced else whole)
-            self.gathering.reads[p, is_traced] = known
+            self.gathering.reads.add(unit, p, is_traced, known)
         return known
 
     def read_from(self, tensor: Tensor) -> Tensor:
         """See `Reader.read_from`."""
-        return next((p.param for (p, _), known in self.gathering.reads.items() if known is tensor), tensor)
+        p = self.gathering.reads.parameter_of(tensor)
+        return tensor if p is None else p.param
 
     def _is_traced(self, p: ZeroParameter) -> bool:
         return p.param.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -167,7 +167,7 @@ class Backward:
         self._finish_calls(session)
         session.gradients.run_hooks()
         self.gathering.schedule.end()
-        self.gathering.reads.clear()
+        self.gathering.end_reads()
         self.session = None
         session.give_back()
         self._finish(session)
@@ -203,7 +203,7 @@ class Backward:
             return
         for call in list(session.open_calls):
             call.gradients = {}
-            self._close(call)
+            self._close(call, has_failed=True)
         self.gathering.schedule.abandon()
         self.gathering.reads.clear()
         session.give_back()
@@ -316,14 +316,14 @@ class Backward:
                 session.gradients.add(unit, found)
         self._close(call)
 
-    def _close(self, call: Call) -> None:
+    def _close(self, call: Call, has_failed: bool = False) -> None:
         session = self.session
         if session is not None:
             session.open_calls.discard(call)
             call.session = session
         if call.entry.backward_call is call:
             call.entry.backward_call = None
-        call.uninstall()
+        self.gathering.keep_written(call.uninstall(), has_failed)
         for unit in call.units:
             unit.stop_keeping()
         call.release()

@@ -95,7 +95,6 @@ class ModuleHooks:
         tensors = [p.as_seen(tensor) for p, tensor in zip(call.parameters, tensors, strict=True)]
         entry.stack[-1] = (call, tensors)
         call.install(tensors, backward.make_whole)
-        call.versions = [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
         releasable = [unit for unit in entry.units if unit.is_releasable]
         if releasable and is_traced:
             call.saved_weights = SavedWeights(releasable, backward.make_whole)
@@ -121,8 +120,9 @@ class ModuleHooks:
         if top is None or backward is None:
             return None
         call, tensors = top
-        call.end_forward()
-        _check_unchanged(call, tensors)
+        written = call.end_forward()
+        backward.gathering.keep_written(written, has_failed=output is None and sys.exc_info()[1] is not None)
+        del written  # holds memory
         found = list(tensors_in(output))
         if copies := self._copies_of_views(found):
             output = replace_tensors(output, copies)
@@ -156,17 +156,6 @@ class ModuleHooks:
                     "context): its memory stays from now on",
                     unit.name,
                 )
-
-
-def _check_unchanged(call: Call, tensors: list[Tensor]) -> None:
-    if not call.versions or call.versions == [tensor._version for tensor in tensors]:
-        return
-    for p, tensor, version in zip(call.parameters, tensors, call.versions, strict=False):
-        if p.is_sharded and tensor._version != version:
-            raise UsageError(
-                f"parameter {p.name!r} was changed in place inside its module's forward, where modules see a gathered copy, "
-                "so the change would be lost: change it between forwards (nn.Embedding: without max_norm)"
-            )
 
 
 class _OnOutputGradient:

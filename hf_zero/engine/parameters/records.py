@@ -16,6 +16,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
+from hf_zero.engine.parameters.whole import as_whole, num_writes, stop_counting
 from hf_zero.engine.ranks.world import World
 from hf_zero.layout import RowLayout
 from hf_zero.scratch import Place
@@ -39,6 +40,7 @@ class ZeroParameter:
         compute_dtype: dtype of the whole tensor that modules see.
         averages: whether gradients are averaged over the ranks, or summed.
         seen: how modules see what is gathered, if not as it is: see [Note: tensor axis].
+        is_shared: its whole tensor lies in memory that the host's ranks share.
     """
 
     name: str
@@ -52,14 +54,15 @@ class ZeroParameter:
     aliases: list[str] = field(default_factory=list)
     has_own_grad: bool = False  # `param.grad` is what no backward has reduced yet, see `accumulation`
     has_master: bool = False  # rows that no module computes with, beside a whole copy in another dtype
-    _seen: list[tuple[object, Tensor]] = field(default_factory=list)
+    is_shared: bool = False
+    _seen: list[tuple[object, Tensor, int]] = field(default_factory=list)  # with the writes before
 
     def __post_init__(self) -> None:
         self.dtype_at_rest = self.param.dtype
 
     def as_seen(self, whole: Tensor) -> Tensor:
         """What modules see of a gathered tensor, in its graph; made once a call."""
-        return whole if self.seen is None else self.seen.of(whole)
+        return as_whole(whole, self.is_shared) if self.seen is None else self.seen.of(whole)
 
     @property
     def locations(self) -> list[tuple[nn.Module, str]]:
@@ -127,17 +130,29 @@ class ZeroParameter:
     def push(self, owner: object, whole: Tensor) -> None:
         """Let the modules see `whole` under the parameter's name, until `pop(owner)`."""
         before = self._seen[-1][1] if self._seen else self.param
-        self._seen.append((owner, whole))
+        self._seen.append((owner, whole, num_writes(whole)))
         self._install(whole, before)
 
-    def pop(self, owner: object) -> None:
-        """Let the modules see what they saw before `push(owner, ...)`: an outer call's whole tensor, or the rows."""
+    def pop(self, owner: object) -> Tensor | None:
+        """Let the modules see what they saw before `push(owner, ...)`: an outer call's whole tensor, or the rows.
+
+        Returns:
+            The whole tensor, if it was written to meanwhile: see [Note: writes in a forward].
+        """
         seen = self._seen
-        if seen and seen[-1][0] is owner:
-            _, whole = seen.pop()
+        if not seen:
+            return None
+        if seen[-1][0] is owner:
+            _, whole, before = seen.pop()
             self._install(seen[-1][1] if seen else self.param, whole)
-        elif seen:
-            self._seen = [entry for entry in seen if entry[0] is not owner]
+        else:
+            place = next((i for i, entry in enumerate(seen) if entry[0] is owner), None)
+            if place is None:
+                return None
+            _, whole, before = seen.pop(place)
+        is_written = num_writes(whole) != before
+        stop_counting(whole)
+        return whole if is_written else None
 
     def _install(self, tensor: Tensor, before: Tensor) -> None:
         """Put `tensor` where `before` is: what a user has assigned meanwhile stays."""

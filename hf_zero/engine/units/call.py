@@ -11,6 +11,7 @@ from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.units.saved import SavedWeights
 from hf_zero.engine.units.unit import Lease, Unit
+from hf_zero.engine.units.writes import Written
 from hf_zero.errors import UsageError
 
 _events = itertools.count()  # the order in which forwards of calls begin and end
@@ -65,7 +66,6 @@ class Call:
         session: the backward in which its gradients came last.
         is_done: its gradients have come, at least once.
         saved_weights: while its forward runs.
-        versions: of the whole tensors, as its forward began.
         num_holders: of the memory of its releasable units, as its forward began.
         gradients: what has come of the parameters' whole gradients.
         graph_task: the backward, or the one nested in it, in which the first gradient of an output came.
@@ -80,7 +80,6 @@ class Call:
         self.session: object | None = None
         self.is_done = False
         self.saved_weights: SavedWeights | None = None
-        self.versions: list[int] = []
         self.num_holders: list[int] = []
         self.gradients: dict[ZeroParameter, Tensor] = {}
         self.graph_task = -1
@@ -110,21 +109,21 @@ class Call:
             for p in unit.parameters:
                 p.push(self, as_shown(p.param, next(following), memory, make_whole))
 
-    def uninstall(self) -> None:
-        """Let the modules see what they saw before the call."""
-        for p in self.parameters:
-            p.pop(self)
+    def uninstall(self) -> list[Written]:
+        """Let the modules see what they saw before the call; what they have written to meanwhile."""
+        of_unit = ((unit, p, p.pop(self)) for unit in self.units for p in unit.parameters)
+        return [Written(unit, p, whole) for unit, p, whole in of_unit if whole is not None]
 
     def whole_tensors(self) -> list[Tensor]:
         """The whole tensors of its parameters, in order; needs the leases."""
         return [tensor for unit in self.units for tensor in unit.whole_tensors()]
 
-    def end_forward(self) -> None:
-        """Its module has returned, or never will."""
+    def end_forward(self) -> list[Written]:
+        """Its module has returned, or never will; what it has written to."""
         self.ended = next(_events)
         if self.saved_weights is not None:
             self.saved_weights.end()
-        self.uninstall()
+        return self.uninstall()
 
     def release(self, kept: Container[int] = ()) -> None:
         """Give back all leases; units whose numbers are in `kept` stay whole, see `Lease.give_back`."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
@@ -16,9 +15,11 @@ from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
 from hf_zero.engine.units.memory import GatheredMemory
+from hf_zero.engine.units.residency import Residency
 from hf_zero.engine.units.schedule import GatherSchedule, first_uses
 from hf_zero.engine.units.under_way import is_method_running
-from hf_zero.engine.units.unit import Lease, Residency, Unit
+from hf_zero.engine.units.unit import Lease, Unit
+from hf_zero.engine.units.writes import Reads, Written, check_same_on_all_ranks, check_written
 from hf_zero.errors import UsageError
 
 _MOST_AHEAD = 16  # units that are looked at when one is used, however small they are
@@ -39,7 +40,7 @@ class Gathering:
         kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
         is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
-        reads: (parameter, whether in the graph) -> what was read outside its call, in the running pass.
+        reads: what was read outside its call, in the running pass.
     """
 
     def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
@@ -48,7 +49,7 @@ class Gathering:
         self.schedule = GatherSchedule()
         self.reductions: list[int] = []
         self.kept_for_backward: set[int] = set()
-        self.reads: dict[tuple[ZeroParameter, bool], Tensor] = {}
+        self.reads = Reads()
         self.is_refreshed = world.partitions
         self.num_steps = 0
         self._held: list[Lease] = []  # of all units
@@ -99,6 +100,7 @@ class Gathering:
                 "and what is gathered inside a transform is lost with it: use torch.autograd.grad; in stages 1 and 2 the "
                 "transform may also be used inside the forward of that module (a block of the model)"
             )
+        self.keep_written_reads()
         self.flush_edits()
         self._has_read = True
 
@@ -176,11 +178,14 @@ class Gathering:
     def let_go(self) -> None:
         """End `holding_all`."""
         if self._held:
-            for p in self._parameters:
-                p.pop(self._held)
-            for lease in self._held:
-                lease.give_back()
-            self._held.clear()
+            of_unit = [(unit, p) for unit in self.units for p in unit.parameters]
+            popped = [(unit, p, p.pop(self._held)) for unit, p in of_unit]
+            leases, self._held = self._held, []
+            try:
+                self.keep_written([Written(unit, p, whole) for unit, p, whole in popped if whole is not None])
+            finally:
+                for lease in leases:
+                    lease.give_back()
 
     @property
     def holds_all(self) -> bool:
@@ -221,6 +226,35 @@ class Gathering:
         self._stepping = None
         if held:
             self.drop()  # also units without anything that has changed
+
+    def keep_written(self, written: Sequence[Written], has_failed: bool = False) -> None:
+        """Keep what modules have written into whole tensors, on every rank: see [Note: writes in a forward].
+
+        Args:
+            written: what.
+            has_failed: the pass has broken off, perhaps on this rank alone: nobody is asked, and what is shared is left.
+        """
+        if not written:
+            return
+        if not has_failed:
+            check_written(written)
+            check_same_on_all_ranks(written, self._world)
+            if any(each.unit.is_shared for each in written):
+                self._before_write("what a forward wrote into its parameters")
+        for unit, p, whole in written:
+            self.reads.forget(p, but=whole)
+            if not (has_failed and unit.is_shared):
+                unit.keep_written(p, whole)
+
+    def keep_written_reads(self) -> None:
+        """Keep what was written into what was read outside of calls."""
+        self.keep_written(list(self.reads.take_written()))
+
+    def end_reads(self, has_failed: bool = False) -> None:
+        """The pass is over: keep what was written into what was read outside of calls, and forget that."""
+        written = list(self.reads.take_written())
+        self.reads.clear()
+        self.keep_written(written, has_failed)
 
     def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
         """These parameters have new rows, on every rank: whole tensors are gathered again.

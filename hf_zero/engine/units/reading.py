@@ -22,7 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.units.unit import Unit
+
+_PUT_BY_ENGINE = (Tensor, Whole, SharedWhole, DTensor, type(None))  # for a call
 
 
 class Reader(Protocol):
@@ -62,14 +65,14 @@ class ReadableParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         tensor = super().__getitem__(name)
-        if type(tensor) in (Tensor, DTensor) or tensor is None:
-            return tensor  # put there by the engine, for a call
+        if type(tensor) in _PUT_BY_ENGINE:
+            return tensor
         reader = self._reader()
         return tensor if reader is None or reader.is_at_rest else _outside_compiled_graphs()(reader, tensor)
 
     def __setitem__(self, name: str, tensor: Any) -> None:
         """What was read may be put back: `functional_call` of a block does so. The parameter itself is then held again."""
-        reader = self._reader() if type(tensor) is Tensor else None
+        reader = self._reader() if type(tensor) in _PUT_BY_ENGINE else None
         super().__setitem__(name, tensor if reader is None else reader.read_from(tensor))
 
     def items(self) -> Any:

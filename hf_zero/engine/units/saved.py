@@ -19,16 +19,19 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
+from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.units.unit import Unit
 
-_PLAIN = (Tensor, nn.Parameter)  # others have no memory of their own
+_PLAIN = (Tensor, nn.Parameter, Whole, SharedWhole)  # others have no memory of their own
 
 
 class _SavedView(NamedTuple):
-    """A view of a unit's memory."""
+    """A view of a unit's memory; `counter` has none, and counts the writes into what was saved."""
 
     unit: Unit
     epoch: int
+    counter: Tensor
+    version: int
     offset_bytes: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -77,19 +80,28 @@ class SavedWeights:
                     is_seen = held is not tensor
                     as_seen = cast(DTensor, rows_like(held.new_empty(0), tensor)) if is_seen else None
                     shape, strides = tuple(held.shape), held.stride()
-                    return _SavedView(unit, unit.epoch, address - start, shape, strides, held.dtype, as_seen)
+                    counter, place = torch_compat.counter_of(held), address - start
+                    return _SavedView(
+                        unit, unit.epoch, counter, held._version, place, shape, strides, held.dtype, as_seen
+                    )
         return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is _SavedView:
+            _check_unchanged(packed.shape, packed.counter._version, packed.version)
             self._make_whole(packed.unit, packed.epoch)
             view = packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
             return view if packed.seen_as is None else rows_like(view, packed.seen_as)
         saved: Tensor
         saved, version = packed  # a detached tensor counts its writes together with its source
-        if saved._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {tuple(saved.shape)}, at version {saved._version}, was saved at version {version}"
-            )
+        _check_unchanged(tuple(saved.shape), saved._version, version)
         return saved
+
+
+def _check_unchanged(shape: tuple[int, ...], now: int, then: int) -> None:
+    """Raise what torch raises."""
+    if now != then:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {shape}, at version {now}, was saved at version {then}"
+        )

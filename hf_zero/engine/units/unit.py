@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -24,44 +23,9 @@ from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.memory import GatheredMemory
+from hf_zero.engine.units.residency import NEXT, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
 from hf_zero.layout import place
-
-
-class Residency(Enum):
-    """Whether the whole tensors of a unit may be read.
-
-        RELEASED --start_gather--> GATHERING --acquire--> WHOLE --give_back(keeps)--> KEPT
-        RELEASED <------nobody used it------ GATHERING
-                  units that stay whole:     GATHERING <------new rows------ WHOLE
-        RELEASED <-------last lease given back, or new rows----------------- WHOLE <--stop_keeping-- KEPT
-
-    KEPT is WHOLE with or without a lease, until a backward of one of its calls has ended, or its parameters have changed.
-    That is told by events which all ranks share, never by the life of a graph: ranks drop theirs at different times, and
-    must gather alike.
-    """
-
-    RELEASED = "released"
-    GATHERING = "gathering"
-    WHOLE = "whole"
-    KEPT = "kept"
-
-
-class Tenure(Enum):
-    """What becomes of a unit's memory when its tensors are released. Only RESIZED changes, and only to PINNED."""
-
-    RESIZED = "comes and goes"
-    PINNED = "stays, since somebody has kept a view of it; gathered like others, or this rank alone would not gather"
-    OWNED = "stays, and the tensors are whole between uses"
-    SHARED = "stays, since nobody can give back what the host's other ranks read"
-
-
-_NEXT = {
-    Residency.RELEASED: (Residency.GATHERING,),
-    Residency.GATHERING: (Residency.WHOLE, Residency.RELEASED),
-    Residency.WHOLE: (Residency.KEPT, Residency.RELEASED),
-    Residency.KEPT: (Residency.WHOLE,),
-}
 
 
 @dataclass(frozen=True)
@@ -167,6 +131,8 @@ class Unit:
         self.tenure = Tenure.OWNED if self.keeps_whole else Tenure.RESIZED
         if world.shards.shares_memory and any(p.is_sharded for p in parameters):
             self.tenure = Tenure.SHARED
+        for p in self._buffered:
+            p.is_shared = self.is_shared
         if not self.is_releasable:
             self._move_in()
 
@@ -180,7 +146,7 @@ class Unit:
         else:
             self._storage.resize_(self.buffer_nbytes)
         # In another format, this rank's own rows are not what it computes with.
-        is_exact = self._world.config.wire.gather == "float32"
+        is_exact = self.has_exact_wholes
         for p, offset in zip(self._buffered, self._offsets, strict=True):
             if p.is_sharded and p.param.dtype == p.compute_dtype and is_exact and not p.layout.dim:
                 p.move_into(self._storage, offset)
@@ -275,7 +241,7 @@ class Unit:
     def _become(self, new: Residency) -> None:
         """The only way from one state to another; see `Residency`."""
         is_regathered = self.keeps_whole and new is Residency.GATHERING
-        assert is_regathered or new in _NEXT[self.residency], (
+        assert is_regathered or new in NEXT[self.residency], (
             f"{self.name} goes from {self.residency.value} to {new.value}"
         )
         self.residency = new
@@ -351,6 +317,7 @@ class Unit:
         if self.keeps_whole:
             _fill_own_rows([s for s in self._slots.values() if not isinstance(s.parameter.param, DTensor)])
 
+    @torch.inference_mode(False)
     def read_whole(self, p: ZeroParameter) -> Tensor:
         """One whole parameter in the compute dtype: in this unit's memory where that stays, else in memory of its own."""
         if p not in self._buffered:
@@ -362,6 +329,32 @@ class Unit:
             return whole
         over = self._world.shards if is_quantised(p.param) else self._world.wired
         return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name, over)
+
+    @property
+    def has_exact_wholes(self) -> bool:
+        """Whether whole tensors have the bits of the rows, in the compute dtype."""
+        return self._world.config.wire.gather == "float32"
+
+    @torch.no_grad()
+    def keep_written(self, p: ZeroParameter, whole: Tensor) -> None:
+        """Keep this rank's rows of what a module has written into a whole tensor, on every rank, of `p`.
+
+        The epoch stays: the graphs of this forward go on with what they find, as in torch.
+        """
+        local, slot = p.local, self._slots.get(p)
+        if self._second is not None:
+            self._second.epoch = -1
+        if slot is not None and not self.is_shared:
+            self.settle()
+            if self.residency is not Residency.RELEASED and slot.whole.data_ptr() != whole.data_ptr():
+                slot.whole.copy_(whole)  # it was read, into memory of its own
+        own = p.layout.rows_of(whole.detach(), p.rank)
+        if own.dtype != local.dtype:  # what was not written keeps the digits that this dtype has not
+            local.copy_(torch.where(own != local.to(own.dtype), own.to(local.dtype), local))
+        elif own.data_ptr() != local.data_ptr():
+            local.copy_(own)
+        if slot is not None and self.is_shared:
+            self.changed([p])
 
     def changed(self, parameters: Iterable[ZeroParameter]) -> None:
         """`parameters` of this unit have new rows on every rank, and `epoch` is a new one: whole tensors made before are old.

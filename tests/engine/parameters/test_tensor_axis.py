@@ -22,7 +22,7 @@ import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
-from hf_zero.engine.units.unit import Tenure
+from hf_zero.engine.units.residency import Tenure
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.plan.summary import summary
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_zero.engine.units.unit import Residency, Unit
+from hf_zero.engine.units.residency import Residency
+from hf_zero.engine.units.unit import Unit
 from tests.engine.twins import SHARDED, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
 

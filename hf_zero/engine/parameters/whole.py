@@ -1,0 +1,114 @@
+"""What modules see of a parameter while it is whole: a plain tensor that tells whether it was written to.
+
+[Note: writes in a forward] Modules write into their own weights while they run: codebooks move, temperatures are clamped, rows
+are kept at length 1. What they write into was gathered, and would be gone with it. So the tensor that a module sees counts
+its writes: torch's version counter counts those on it and on its views, and one more those through `.data`, which torch
+counts apart. As soon as modules see the rows again, each rank keeps its own rows of what was written, where all ranks have
+written the same. Where they have not (statistics of a rank's own batch), no rank has the whole truth: that is an error.
+In memory that a host's ranks share, all of them would write at once, and into what others still read. There a tensor moves into
+memory of its own before the first write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import UsageError
+
+_data: Any = torch._C.TensorBase.data
+_COUNTER, _MOVED = "_zero_counter", "_zero_moved"
+
+
+class Whole(Tensor):
+    """A whole parameter. What is computed of it is a plain tensor, and it is copied and pickled as one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:
+        """An alias outside the graph. Assigning takes a tensor of the same shape and dtype, and copies it."""
+        if torch.compiler.is_compiling():
+            return self.detach()
+        counter: Tensor | None = vars(self).get(_COUNTER)
+        if counter is None:
+            self.before_write()
+            vars(self)[_COUNTER] = counter = cast(Tensor, _data.__get__(self))
+        return counter.detach()  # counts together with it
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise UsageError(
+                f"`.data = ` of a partitioned parameter of shape {tuple(self.shape)} {self.dtype}, in a forward, takes the "
+                f"same shape and dtype only, not {tuple(value.shape)} {value.dtype}; resize the model between steps"
+            )
+        with torch.no_grad():
+            self.data.copy_(value)
+
+    def before_write(self) -> None:
+        """Somebody may be about to write."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = new = self.detach().clone().requires_grad_(self.requires_grad)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class SharedWhole(Whole):
+    """A whole parameter in memory that the host's ranks share: it moves before it is written to."""
+
+    def before_write(self) -> None:
+        """Move into memory of its own."""
+        if _MOVED not in vars(self):
+            vars(self)[_MOVED] = num_writes(self)
+            with torch.inference_mode(False), torch.no_grad():
+                _data.__set__(self, _data.__get__(self).clone())
+
+
+def _writing(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+
+    def write(self: SharedWhole, *args: Any, **kwargs: Any) -> Any:
+        self.before_write()
+        return method(self, *args, **kwargs)
+
+    return write
+
+
+_IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")]
+_IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")]
+for _name in [*_IN_PLACE, "__setitem__"]:
+    setattr(SharedWhole, _name, _writing(_name))
+
+
+def as_whole(tensor: Tensor, is_shared: bool) -> Tensor:
+    """`tensor`, which from now on counts its writes; one of a class of its own (quantised bytes) stays as it is."""
+    if type(tensor) is Tensor:
+        tensor.__class__ = SharedWhole if is_shared else Whole
+    return tensor
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often a whole tensor has been written to."""
+    try:
+        count = tensor._version
+    except RuntimeError:  # made under inference mode, as over a tensor axis: torch does not count
+        return 0
+    counter: Tensor | None = vars(tensor).get(_COUNTER)
+    return count if counter is None else count + counter._version
+
+
+def is_safe_to_keep(tensor: Tensor) -> bool:
+    """Whether what was written into a whole tensor was written by this rank alone: it had left shared memory before."""
+    return type(tensor) is Whole or vars(tensor).get(_MOVED) == 0
+
+
+def stop_counting(tensor: Tensor) -> None:
+    """Let go of the memory that counts writes through `.data`."""
+    vars(tensor).pop(_COUNTER, None)

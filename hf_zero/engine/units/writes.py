@@ -1,0 +1,95 @@
+"""What modules have written into whole tensors during a forward, and how it is kept: see [Note: writes in a forward]."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.whole import is_safe_to_keep, num_writes, stop_counting
+from hf_zero.engine.ranks.alike import checksum
+from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.unit import Unit
+from hf_zero.errors import UsageError
+
+
+class Written(NamedTuple):
+    """A whole tensor that was written to."""
+
+    unit: Unit
+    parameter: ZeroParameter
+    whole: Tensor
+
+
+def check_written(written: Sequence[Written]) -> None:
+    """Raise if something was written that cannot be kept, as all ranks see."""
+    for unit, p, whole in written:
+        is_in_graph = not isinstance(whole.grad_fn, BackwardCFunction | None)  # torch lets no leaf be written to there
+        if p.is_sharded and (is_in_graph or not unit.has_exact_wholes or not is_safe_to_keep(whole)):
+            raise UsageError(
+                f"parameter {p.name!r} was changed in place inside its module's forward in a way that cannot be kept: write "
+                "under `torch.no_grad()` by a method of the parameter itself (`weight.copy_()`), or through its `.data`; not "
+                "where gathers are compressed or a tensor axis cuts it; or change it between forwards"
+            )
+
+
+def check_same_on_all_ranks(written: Sequence[Written], world: World) -> None:
+    """Raise on all ranks if some have written other values."""
+    if not world.partitions:
+        return
+    names = ", ".join(repr(each.parameter.name) for each in written)
+    values = checksum(each.whole.detach().clone() for each in written)  # NumPy would pin the memory down
+    found = world.everyone.agree([zlib.crc32(names.encode(), values)], f"what a forward wrote into {names}")
+    if len({value for (value,) in found}) > 1:
+        raise UsageError(
+            f"the ranks have written different values into {names} during a forward, so none of them has the whole: write the "
+            "same on all ranks (average what comes of a rank's own batch first, as with torch.distributed.all_reduce; "
+            "nn.Embedding: without max_norm), or keep such values in a buffer"
+        )
+
+
+class Reads:
+    """What was read outside of calls, in the running pass: one tensor for all reads of a parameter."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[ZeroParameter, bool], tuple[Unit, Tensor]] = {}
+        self._before: dict[tuple[ZeroParameter, bool], int] = {}
+
+    def find(self, p: ZeroParameter, is_traced: bool) -> Tensor | None:
+        """What was read of a parameter already, in the graph or outside of it."""
+        known = self._known.get((p, is_traced))
+        return None if known is None else known[1]
+
+    def add(self, unit: Unit, p: ZeroParameter, is_traced: bool, whole: Tensor) -> None:
+        """Remember what was read."""
+        self._known[p, is_traced] = unit, whole
+        self._before[p, is_traced] = num_writes(whole)
+
+    def parameter_of(self, tensor: Tensor) -> ZeroParameter | None:
+        """The parameter that `tensor` was read from."""
+        return next((p for (p, _), (_, known) in self._known.items() if known is tensor), None)
+
+    def take_written(self) -> Iterator[Written]:
+        """What was written to since it was read, or since this was asked."""
+        for key, (unit, whole) in self._known.items():
+            count = num_writes(whole)
+            if count != self._before[key]:
+                self._before[key] = count
+                yield Written(unit, key[0], whole)
+
+    def forget(self, p: ZeroParameter, but: Tensor) -> None:
+        """A parameter has new values, which `but` has: others are read again."""
+        for is_traced in (False, True):
+            if self._known.get((p, is_traced), (None, but))[1] is not but:
+                del self._known[p, is_traced]
+
+    def clear(self) -> None:
+        """The pass is over."""
+        for _, whole in self._known.values():
+            stop_counting(whole)
+        self._known.clear()
+        self._before.clear()
