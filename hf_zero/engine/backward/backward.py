@@ -26,6 +26,8 @@ from hf_zero.engine.units.reading import Read, connected
 from hf_zero.engine.units.unit import Lease, Unit
 from hf_zero.errors import UsageError
 
+_OWN_REFERENCES = 3  # to a whole tensor, after its call's backward: of two lists, and of the call that counts
+
 
 class _Session:
     """One backward pass, from its first event to its end.
@@ -323,7 +325,10 @@ class Backward:
             call.session = session
         if call.entry.backward_call is call:
             call.entry.backward_call = None
+        shown = call.shown()
         self.gathering.keep_written(call.uninstall(), has_failed)
+        if shown and not has_failed:
+            call.pin_what_is_kept(shown, _OWN_REFERENCES)
         for unit in call.units:
             unit.stop_keeping()
         call.release()

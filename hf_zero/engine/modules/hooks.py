@@ -11,7 +11,6 @@ older than everything inside the call: so its backward runs after the rest of th
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from hf_zero.engine.units.saved import SavedWeights
 from hf_zero.engine.units.under_way import calls_of
 from hf_zero.errors import UsageError
 
-logger = logging.getLogger(__name__)
+_OWN_REFERENCES = 2  # to a whole tensor, after its call: that of the list, and that of the call that counts
 
 
 class _Gather(torch.autograd.Function):
@@ -127,7 +126,9 @@ class ModuleHooks:
         if copies := self._copies_of_views(found):
             output = replace_tensors(output, copies)
             found = [copies.get(id(tensor), tensor) for tensor in found]
-        self._find_holders(call, len(copies))
+        if not sys.exc_info()[1]:  # whose frames hold tensors
+            self._find_holders(call, len(copies))
+            call.pin_what_is_kept(tensors, _OWN_REFERENCES, but=copies)
         watched = [t for t in found if t.requires_grad] if torch.is_grad_enabled() else []
         call.release(kept=backward.gathering.kept_for_backward if watched and self._keeps else ())
         if watched:
@@ -149,13 +150,8 @@ class ModuleHooks:
         """Keep the memory of a unit for good if somebody has kept a view of it, see [Note: saved weights]."""
         releasable = [unit for unit in self.entry.units if unit.is_releasable]
         for unit, before in zip(releasable, call.num_holders, strict=False):
-            if unit.num_holders() > before + num_outputs and not sys.exc_info()[1]:
+            if unit.num_holders() > before + num_outputs:
                 unit.pin()
-                logger.warning(
-                    "a view of the parameters of %r outlives their module's call (an attribute, a custom function's "
-                    "context): its memory stays from now on",
-                    unit.name,
-                )
 
 
 class _OnOutputGradient:

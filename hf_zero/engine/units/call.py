@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Container
 
 from torch import Tensor, nn
@@ -117,6 +118,25 @@ class Call:
     def whole_tensors(self) -> list[Tensor]:
         """The whole tensors of its parameters, in order; needs the leases."""
         return [tensor for unit in self.units for tensor in unit.whole_tensors()]
+
+    def shown(self) -> list[Tensor]:
+        """The whole tensors that it has put into modules, in order."""
+        return [tensor for p in self.parameters if (tensor := p.shown_by(self)) is not None]
+
+    def pin_what_is_kept(self, tensors: list[Tensor], num_own: int, but: Container[int] = ()) -> None:
+        """Keep the memory of a unit for good if somebody has kept one of its whole tensors, as no memory's count tells.
+
+        Args:
+            tensors: of the parameters, in order; modules hold them no longer.
+            num_own: references to each of them, beside those of somebody else.
+            but: ids of tensors that are the module's output, of which copies are handed out.
+        """
+        place = 0
+        for unit in self.units:
+            for _ in unit.parameters:
+                if sys.getrefcount(tensors[place]) > num_own and id(tensors[place]) not in but:
+                    unit.pin()
+                place += 1
 
     def end_forward(self) -> list[Written]:
         """Its module has returned, or never will; what it has written to."""

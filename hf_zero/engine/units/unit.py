@@ -8,6 +8,7 @@ torch's "data is not allocated yet" instead of reading somebody else's parameter
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.residency import NEXT, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
 from hf_zero.layout import place
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,9 +172,14 @@ class Unit:
         return self.tenure is Tenure.SHARED
 
     def pin(self) -> None:
-        """Somebody has kept a view of the memory: it stays for good."""
-        assert self.is_releasable, f"the memory of {self.name} {self.tenure.value}"
-        self.tenure = Tenure.PINNED
+        """Somebody has kept a view of the memory: it stays for good, if it would not anyway."""
+        if self.is_releasable:
+            self.tenure = Tenure.PINNED
+            logger.warning(
+                "a view of the parameters of %r outlives their module's call (an attribute, a list, a custom function's "
+                "context): its memory stays from now on",
+                self.name,
+            )
 
     @property
     def address(self) -> int:
