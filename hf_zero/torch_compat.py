@@ -126,22 +126,6 @@ def set_local(parameter: nn.Parameter, local: Tensor) -> None:
         parameter.data = local
 
 
-class replaced_by_whole:  # noqa: N801  (a context manager, used like a function)
-    """Within: the sharded `parameter` is a replicated `DTensor` over `whole`; afterwards it is what it was."""
-
-    def __init__(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        self._parameter, self._whole = cast(DTensor, parameter), whole
-
-    def __enter__(self) -> None:
-        self._before = (self._parameter._local_tensor, self._parameter._spec)
-        mesh = self._parameter.device_mesh
-        spec = DTensor.from_local(self._whole, mesh, [Replicate()] * mesh.ndim, run_check=False)._spec
-        self._parameter._local_tensor, self._parameter._spec = self._whole, spec
-
-    def __exit__(self, *_: object) -> None:
-        self._parameter._local_tensor, self._parameter._spec = self._before
-
-
 def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: int) -> torch.UntypedStorage:
     """A storage of its own over a range of bytes of `storage`, which it keeps alive.
 

@@ -383,7 +383,8 @@ class ZeroEngine:
         self.gathering.mark_dirty()
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        self.mark_dirty()
+        if not all(id(p.param) in gathered for p in self.parameters):  # else they change when they are put back
+            self.mark_dirty()
 
 
 def engine_of(model: nn.Module) -> ZeroEngine | None:

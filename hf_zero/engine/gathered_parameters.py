@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 from hf_zero import torch_compat
-from hf_zero.engine.engine import live_engines
+from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of
 from hf_zero.engine.parameters.quantised import as_shown
-from hf_zero.engine.parameters.records import gathered, put
-from hf_zero.engine.parameters.replaced import is_replaced, refuse
+from hf_zero.engine.parameters.records import STANDS_FOR, ZeroParameter, gathered, put
+from hf_zero.engine.parameters.replaced import is_replaced, note_replaced, refuse
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
+
+
+class WholeParameter(nn.Parameter):
+    """What modules hold inside `GatheredParameters`: plain, with the gradient of the parameter that it stands for."""
+
+    def _of(self) -> nn.Parameter:
+        return cast(nn.Parameter, vars(self)[STANDS_FOR])
+
+    @property
+    def grad(self) -> Any:
+        """The gradient at rest, reduced over the ranks; assigning takes a whole one."""
+        return self._of().grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._of().grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._of().grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        new = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False)
@@ -33,6 +62,8 @@ class _Gathered:
     world: World
     whole: nn.Parameter
     before: Tensor | None  # what the modifier rank compares with
+    node: Any = None  # of the graph, which hands on gradients as long as it lives
+    is_changed: bool = False  # and kept
 
 
 def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
@@ -42,6 +73,8 @@ def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
         UsageError: the parameter is a `DTensor` that hf_zero did not make.
         CollectiveError: a rank did not take part.
     """
+    if isinstance(param, PartitionedTensor) and (whole := param.shown) is not None:
+        return whole.clone()
     if not isinstance(param, DTensor):
         return param.detach().clone()
     world = world or world_that_cut(param)
@@ -52,9 +85,11 @@ class GatheredParameters:
     """Within: the given parameters are whole; on exit, what has changed is written back into the shards.
 
     Inside, modules hold plain whole parameters (`model.lm_head.weight`), which is the way to read and change them, by
-    index, by in-place maths or by code that wants ordinary tensors. A reference taken before (`p`) is replicated over
-    the same memory and takes `p.data.normal_()` and the like. A parameter that is replaced or resized inside stays plain,
-    until the next `shard_model` partitions it. All ranks must enter and leave together.
+    index, by in-place maths or by code that wants ordinary tensors. A reference taken before (`p`) shows the same memory:
+    what is taken of it (`p.data`, `p.clone()`, `p[3]`) is plain, and stays so outside. A forward, a backward, an optimizer's
+    step and `load_state_dict` inside mean what they mean outside; `.grad` is that of the parameter at rest. A parameter that
+    is replaced or resized inside stays plain, until the next `shard_model` partitions it. All ranks must enter and leave
+    together.
 
     Args:
         params: one parameter, several, or a module (all its parameters).
@@ -100,29 +135,53 @@ class GatheredParameters:
                     self._open(param, stack)  # type: ignore[arg-type]
                 else:
                     self._note_plain(param)
-            stack.enter_context(implicit_replication())
             self._stack = stack.pop_all()
         return self
 
     def _open(self, param: nn.Parameter, stack: contextlib.ExitStack) -> None:
-        assert isinstance(param, DTensor)
-        world = world_that_cut(param)
+        world = world_that_cut(cast(DTensor, param))
+        assert isinstance(param, PartitionedTensor)
         self._check_modifier(world)
         _check_not_in_use(param)
         cut = world.cut_of(param)
-        whole = nn.Parameter(gather_whole(param), requires_grad=param.requires_grad)
+        whole: nn.Parameter = WholeParameter(gather_whole(param), requires_grad=param.requires_grad)
         whole = cast(nn.Parameter, as_shown(param, whole))
-        for key, value in vars(param).items():
+        for key, value in attributes_of(param).items():
             if key not in vars(whole):
                 setattr(whole, key, value)
-        whole._zero_stands_for = param  # type: ignore[attr-defined]
-        decides = self._modifier_rank is not None and world.rank == self._modifier_rank
-        self._gathered.append(_Gathered(param, cut, world, whole, whole.detach().clone() if decides else None))
+        setattr(whole, STANDS_FOR, param)
+        item = _Gathered(param, cut, world, whole, None)
+        self._gathered.append(item)
+        self._note_values(item)
+        if whole.requires_grad:
+            item.node = torch_compat.gradient_node(whole)
+            item.node.register_prehook(functools.partial(_hand_on, weakref.ref(param)))
         places = _places_of(param, world)
         put(places, whole)
-        gathered.add(id(param))
+        gathered[id(param)] = self
         stack.callback(_put_back, places, whole, param)
-        stack.enter_context(torch_compat.replaced_by_whole(param, whole.detach()))
+        param.show(whole)
+        stack.callback(param.show, None)
+
+    def _note_values(self, item: _Gathered) -> None:
+        """Remember what the modifier rank will compare with."""
+        if self._modifier_rank is not None and item.world.rank == self._modifier_rank:
+            item.before = item.whole.detach().clone()
+
+    def keep(self) -> None:
+        """Write what has changed into the shards; all ranks together."""
+        with torch.no_grad():
+            for item in self._gathered:
+                item.is_changed = self._write_back(item) or item.is_changed
+
+    def show(self) -> None:
+        """Show what the shards hold now; all ranks together."""
+        with torch.no_grad():
+            for item in self._gathered:
+                if item.whole.shape == item.param.shape:
+                    rows = torch_compat.local_of(item.param)
+                    item.whole.detach().copy_(item.world.gather_parameter(rows, item.cut, "whole parameters"))
+                    self._note_values(item)
 
     def _note_plain(self, param: Tensor) -> None:
         """A parameter that is whole on every rank, in stage 0: the modifier's values still have to reach the others."""
@@ -144,10 +203,11 @@ class GatheredParameters:
         self._stack.close()
         items, self._gathered = self._gathered, []
         plain, self._plain = self._plain, []
+        _forget(items)
         if kind is not None:
             return  # the ranks may have left at different points, so nothing is written back
         with torch.no_grad():
-            changed = [item.param for item in items if self._write_back(item)]
+            changed = [item.param for item in items if self._write_back(item) or item.is_changed]
             for param, world in plain:
                 assert self._modifier_rank is not None
                 world.broadcast(param.data, "whole parameters", self._modifier_rank)
@@ -175,14 +235,40 @@ class GatheredParameters:
         return any(flag for (flag,) in reports)
 
 
+def _hand_on(of: weakref.ref[nn.Parameter], gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+    """Give a backward's gradient of a whole parameter to the engine of the one that it stands for."""
+    (gradient,), param = gradients, of()
+    if gradient is not None and param is not None:
+        engine, known = _engine_of(param)
+        if engine is None or known is None:
+            raise UsageError(
+                "a backward inside GatheredParameters reaches a parameter whose model has no engine: run the model's forward, "
+                "or call shard_model, before"
+            )
+        engine.backward.on_gradient(known, gradient)
+    return (None,)
+
+
+def _engine_of(param: nn.Parameter) -> tuple[ZeroEngine | None, ZeroParameter | None]:
+    """The engine of a parameter, and its record there."""
+    return next(((engine, known) for engine in live_engines() if (known := engine.find(param))), (None, None))
+
+
+def _forget(items: list[_Gathered]) -> None:
+    """What modules held inside is nobody's any more: an optimizer that holds it is told so, or given the parameter."""
+    for item in items:
+        if item.whole.shape == item.param.shape:
+            note_replaced(item.whole, item.param)
+
+
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
 
 
 def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: nn.Parameter) -> None:
     """Let modules hold `param` again, but for those that were given another parameter, or another shape, meanwhile."""
-    gathered.discard(id(param))
-    del vars(whole)["_zero_stands_for"]  # where it stays, it is a parameter like any that a module has been given
+    gathered.pop(id(param), None)
+    del vars(whole)[STANDS_FOR]  # where it stays, it is a parameter like any that a module has been given
     if whole.shape == param.shape:
         put([(module, name) for module, name in places if module._parameters.get(name) is whole], param)
 

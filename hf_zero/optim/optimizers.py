@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.parameters.left_behind import successor
+from hf_zero.engine.parameters.records import gatherers_of
 from hf_zero.engine.parameters.replaced import current, is_replaced, name_of
 from hf_zero.errors import PartitionError
 from hf_zero.optim.choice import stepping_of, worlds_of
@@ -45,6 +46,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
             held.append(engine)
 
     _refuse_left_behind(params)
+    _keep_gathered(held)
 
     def before_change() -> None:
         for engine in held:
@@ -53,6 +55,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     def after_change() -> None:
         for engine in held:
             engine.on_rows_changed(p for p in map(engine.find, params) if p is not None)
+        _show_gathered(held)
 
     worlds = worlds_of(optimizer)
     stepping = stepping_of(optimizer, worlds)
@@ -86,8 +89,24 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     stepping = vars(optimizer).get(STEPPING)
     if isinstance(stepping, Stepping):
         stepping.finish()
+    params = params_of(optimizer)
     for engine in live_engines():
-        engine.on_step(params_of(optimizer))
+        engine.on_step(params)
+    _show_gathered([engine for engine in live_engines() if any(map(engine.find, params))])
+
+
+def _keep_gathered(engines: list[ZeroEngine]) -> None:
+    """A step inside `GatheredParameters` goes on from what was changed there."""
+    for engine in engines:
+        for gatherer in gatherers_of(engine.parameters):
+            gatherer.keep()
+
+
+def _show_gathered(engines: list[ZeroEngine]) -> None:
+    """What a step has changed is seen inside `GatheredParameters`."""
+    for engine in engines:
+        for gatherer in gatherers_of(engine.parameters):
+            gatherer.show()
 
 
 def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, Owners]:

@@ -40,6 +40,8 @@ class CutStateDict:
                     "load without assign, which copies the values"
                 )
             return
+        if not any(isinstance(found.param, DTensor) for found in named):
+            return  # inside GatheredParameters, perhaps on the rank alone whose changes count
         self._world.meet("load_state_dict")  # a rank that still computes may read the values where they lie
         for found in named:
             param = found.param

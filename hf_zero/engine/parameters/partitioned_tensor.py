@@ -76,7 +76,8 @@ def forget_owner(param: Tensor, owner: Owner) -> None:
 
 _grad: Any = torch._C.TensorBase.grad
 _MEMORY = "_zero_memory"
-_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY)
+_SHOWN = "_zero_shown"
+_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN)
 
 
 _OWN_REFERENCES = 2  # to a `_Memory`, when no alias has it: the local name's, and that of the call that counts
@@ -105,7 +106,7 @@ class _Read(AtRest):
         if torch.is_grad_enabled() and tensor.requires_grad:
             return tensor.clone()
         (whole,) = gather([self.root], f"the whole of {self.describe()}")
-        return self.of(whole if self.root.is_cut else whole.detach())
+        return self.of(whole if self.root.is_cut and self.root.shown is None else whole.detach())
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor's values."""
@@ -180,10 +181,22 @@ class PartitionedTensor(_Read, Root, DTensor):
         return self._zero_world, self._zero_cut
 
     @property
-    def is_shown_whole(self) -> bool:
-        """See `Root.is_shown_whole`."""
-        _, cut = self.held
-        return cut.rows.num_ranks > 1 and all(each.is_replicate() for each in self._spec.placements)
+    def shown(self) -> Tensor | None:
+        """See `Root.shown`."""
+        param = self._zero_param
+        whole: Tensor | None = None if param is None else vars(param).get(_SHOWN)
+        return None if whole is None else whole.detach()
+
+    def show(self, whole: Tensor | None) -> None:
+        """Let a plain whole tensor stand for this parameter and its aliases; None: no longer."""
+        vars(self).pop(_SHOWN, None)
+        if whole is not None:
+            setattr(self, _SHOWN, whole)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's rows; inside `GatheredParameters`, the whole."""
+        whole = self.shown
+        return super().to_local(**options) if whole is None else whole
 
     def of(self, whole: Tensor) -> Tensor:
         """See `AtRest.of`."""
@@ -277,6 +290,8 @@ class PartitionedTensor(_Read, Root, DTensor):
             return handle_torch_function(PartitionedTensor.__deepcopy__, (self,), self, memo)
         if id(self) in memo:
             return cast(PartitionedTensor, memo[id(self)])
+        if (whole := self.shown) is not None:
+            return cast(PartitionedTensor, memo.setdefault(id(self), nn.Parameter(whole.clone(), self.requires_grad)))
         if not self.is_leaf:
             raise RuntimeError("only tensors that the user made can be deep-copied, not results of a graph")
         new = self.like(self.rows.detach().clone())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,25 @@ from hf_zero.layout import RowLayout
 from hf_zero.scratch import Place
 
 _set = cast(Callable[[Any, str, Tensor], None], dict.__setitem__)
-gathered: set[int] = set()  # ids of the parameters that modules hold whole, as `GatheredParameters` has made them
+STANDS_FOR = "_zero_stands_for"
+
+
+class Gatherer(Protocol):
+    """`GatheredParameters`, inside of which modules hold whole parameters."""
+
+    def keep(self) -> None:
+        """Write what has changed into the shards; all ranks together."""
+
+    def show(self) -> None:
+        """Show what the shards hold now; all ranks together."""
+
+
+gathered: dict[int, Gatherer] = {}  # id(parameter) -> what lets modules hold it whole
+
+
+def gatherers_of(parameters: Iterable[ZeroParameter]) -> list[Gatherer]:
+    """The `GatheredParameters` under way that hold some of these parameters, in their order."""
+    return list(dict.fromkeys(gathered[id(p.param)] for p in parameters if id(p.param) in gathered))
 
 
 @dataclass(eq=False)
@@ -193,7 +211,7 @@ class ZeroParameter:
 
 def at_rest(param: nn.Parameter) -> nn.Parameter:
     """What a whole parameter stands for inside `GatheredParameters`; any other is at rest itself."""
-    found: nn.Parameter = vars(param).get("_zero_stands_for", param)
+    found: nn.Parameter = vars(param).get(STANDS_FOR, param)
     return found
 
 
@@ -204,7 +222,7 @@ def at_rest_id(param: nn.Parameter | None) -> int:
 
 def is_gathered(param: Tensor) -> bool:
     """Whether this is a whole parameter that stands for one inside `GatheredParameters`, now."""
-    return "_zero_stands_for" in vars(param)
+    return STANDS_FOR in vars(param)
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

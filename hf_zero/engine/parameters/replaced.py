@@ -70,9 +70,14 @@ def replace(old: nn.Parameter, now: nn.Parameter) -> None:
     old.__class__ = _replaced_class(type(old))
 
 
+def note_replaced(old: nn.Parameter, now: nn.Parameter) -> None:
+    """Let `old` stay what it is, a plain copy; an optimizer that holds it is told that the model holds `now`."""
+    setattr(old, _NOW, now)
+
+
 def current(param: Tensor) -> Tensor:
     """What the model holds in place of a parameter now: itself, if it has not been replaced."""
-    while isinstance(param, Replaced):
+    while is_replaced(param):
         param = vars(param)[_NOW]
     return param
 
@@ -94,7 +99,7 @@ def _attribute(getter: Callable[..., Any]) -> str:
 
 def is_replaced(param: Tensor) -> bool:
     """Whether the model holds another parameter in its place."""
-    return isinstance(param, Replaced)
+    return _NOW in vars(param)
 
 
 def name_of(param: Tensor) -> str:

@@ -57,8 +57,8 @@ class Root(AtRest):
 
     @property
     @abstractmethod
-    def is_shown_whole(self) -> bool:
-        """Whether `rows` is the whole just now, within `GatheredParameters`, though it is cut."""
+    def shown(self) -> Tensor | None:
+        """The plain whole that stands for it just now, within `GatheredParameters`."""
 
     @abstractmethod
     def like(self, rows: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Root(AtRest):
     def is_cut(self) -> bool:
         """Whether this rank holds a part of it only."""
         _, cut = self.held
-        return (cut.rows.num_ranks > 1 or cut.tensor is not None) and not self.is_shown_whole
+        return cut.rows.num_ranks > 1 or cut.tensor is not None
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's elements of a whole tensor, contiguous."""
@@ -87,6 +87,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         operands = _tensors_in((*args, *kwargs.values()))
     given = [t for t in operands if isinstance(t, AtRest)]
     kind = kind_of(func)
+    if any(t.root.shown is not None for t in given) and kind is not Kind.SHAPE:
+        return _on_shown(func, args, kwargs, given)
     if kind is Kind.ALIAS:
         return given[0].alias()
     if kind is Kind.VIEW:
@@ -125,13 +127,21 @@ def _known(tensor: DTensor) -> Tensor:
 # --- on the whole -----------------------------------------------------------------------------------------------
 
 
+def _on_shown(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest]) -> Any:
+    """Run an operator on what stands for its operands just now: what it gives of that alone is plain."""
+    plain = {id(t): t.of(whole) for t in given if (whole := t.root.shown) is not None}
+    originals = {id(plain[id(t)]): t for t in _written(func, args, kwargs) if id(t) in plain}
+    result = _mapped(func, args, kwargs, plain)  # may come here again, for what is at rest among them
+    return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+
+
 def gather(roots: Sequence[Root], what: str) -> list[Tensor]:
     """The whole tensors, in memory of their own where they are cut; called by all ranks together."""
     met: set[int] = set()
     wholes = []
     for root in roots:
-        if not root.is_cut:
-            wholes.append(root.rows)
+        if root.shown is not None or not root.is_cut:
+            wholes.append(root.rows if root.shown is None else root.shown)
             continue
         world, cut = root.held
         if world.number not in met:
@@ -224,7 +234,7 @@ def _put_rows(group: list[Tensor], writes: set[int], plain: dict[int, Tensor]) -
         return False
     roots = [t for t in group if isinstance(t, Root)]
     first = roots[0]
-    if any(root.held != first.held or root.is_shown_whole for root in roots):
+    if any(root.held != first.held for root in roots):
         return False
     others = [t for t in group if not isinstance(t, Root)]
     is_edit = any(id(root) in writes for root in roots)
@@ -250,7 +260,7 @@ def _drawn(func: Any, args: Any, kwargs: Any, subject: Root) -> Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     drawn = func(whole, *args[1:], **kwargs)
     if not writes_of(func):
-        return subject.like(subject.cut(drawn)) if not subject.is_shown_whole else drawn
+        return subject.like(subject.cut(drawn))
     subject.rows.copy_(subject.cut(drawn))
     return tensor
 
