@@ -70,6 +70,7 @@ class ZeroEngine:
         self._copied_as = copied_as
         self._model = weakref.ref(model)
         self._handles: list[Any] = []
+        self.user_hooks: list[Any] = []  # of parameters, see [Note: who holds hooks]
         self._thread = 0  # on which the forward under way runs
         self._roots: list[nn.Module] = []  # whose forwards are under way: the model, or parts that hold units
         self._hooks_of: dict[int, ModuleHooks] = {}

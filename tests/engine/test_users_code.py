@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import io
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import hf_zero as zero
+from hf_zero.engine.ranks.world import World, world_that_cut
 from tests.engine.twins import ALL_STAGES, Net, Twins, assert_same, batch, square_loss, whole
 from tests.ranks import on_ranks, run_ranks
 
@@ -299,6 +302,22 @@ def test_hooks_of_parameters_see_and_change_gradients(stage: int) -> None:
     hook(twins.reference, "reference")
     twins.step(2)
     assert calls.count("own") == 2 and calls.count("reference") == 2 * twins.num_ranks
+
+
+@on_ranks(2, stage=[1, 2, 3])
+def test_a_model_whose_hooks_know_it_goes_when_nobody_holds_it(stage: int) -> None:
+    def train() -> weakref.ref[World]:
+        model = Net()
+        zero.shard_model(model, {"stage": stage})
+        model.head.weight.register_hook(lambda grad: grad * len(list(model.parameters())))
+        model.head.bias.register_post_accumulate_grad_hook(lambda param: model.zero_grad())
+        model(batch(0, 0)).sum().backward()
+        return weakref.ref(world_that_cut(model.head.weight))
+
+    world = train()
+    for _ in range(2):  # what a graph's node holds goes with the node, and what it is in a cycle with the next time
+        gc.collect()
+    assert world() is None
 
 
 @_SHARDED

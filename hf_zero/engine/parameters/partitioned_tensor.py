@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.operators import writes_of
 from hf_zero.engine.parameters.rule import AtRest, Root, gather, run
-from hf_zero.engine.parameters.user_hooks import register
+from hf_zero.engine.parameters.user_hooks import HOOKS, hold_again, let_hold, register
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
@@ -49,6 +49,8 @@ Step = Callable[[Tensor], Tensor]  # takes a view
 
 class Owner(Protocol):
     """What a parameter tells: its engine."""
+
+    user_hooks: list[Any]  # see [Note: who holds hooks]
 
     def before_edit(self, param: Tensor) -> None:
         """The rows of `param` are about to be changed by hand, on every rank."""
@@ -65,6 +67,7 @@ _owners: dict[
 def set_owner(param: Tensor, owner: Owner) -> None:
     """Let `owner` be told from now on."""
     _owners[id(param)] = weakref.ref(owner)
+    let_hold(owner.user_hooks, param)
 
 
 def forget_owner(param: Tensor, owner: Owner) -> None:
@@ -72,6 +75,7 @@ def forget_owner(param: Tensor, owner: Owner) -> None:
     known = _owners.get(id(param))
     if known is not None and known() in (None, owner):
         del _owners[id(param)]
+        hold_again(param)
 
 
 _grad: Any = torch._C.TensorBase.grad
@@ -301,17 +305,21 @@ class PartitionedTensor(_Read, Root, DTensor):
         if self.grad is not None:
             new.grad = copy.deepcopy(self.grad, memo)
         for key, value in attributes_of(self).items():
-            if key not in ("_zero_hooks", "_zero_post_hooks"):
+            if key not in HOOKS:
                 setattr(new, key, copy.deepcopy(value, memo))
         return new
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call `hook` with this rank's whole gradient, once a backward, before it is reduced."""
-        return register(self, "_zero_hooks", hook) if self.is_leaf else super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return self._keep(HOOKS[0], hook) if self.is_leaf else super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """Call `hook` with the parameter when its reduced rows have been added to `.grad`, at the end of a backward."""
-        return register(self, "_zero_post_hooks", hook)
+        return self._keep(HOOKS[1], hook)
+
+    def _keep(self, name: str, hook: Any) -> RemovableHandle:
+        owner = self._zero_owner
+        return register(self, name, hook, None if owner is None else owner.user_hooks)
 
     def share_memory_(self) -> NoReturn:
         """Raise: torch would move the rows out of the memory that the engine reads."""
