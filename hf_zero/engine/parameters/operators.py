@@ -64,10 +64,20 @@ def kind_of(func: Any) -> Kind:
         return Kind.NORM
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return Kind.UNSCALE
-    if ("_foreach" in name and name != "_foreach_max") or name in _FUSED:
+    if name in _FUSED or (name.startswith("_foreach_") and _is_elementwise_of_one(name.removeprefix("_foreach_"))):
         return Kind.LISTS
     is_elementwise = torch.Tag.pointwise in func.tags or name in _ELEMENTWISE
     return Kind.ROWS if is_elementwise and "out" not in func._overloadname else Kind.WHOLE
+
+
+def _is_elementwise_of_one(name: str) -> bool:
+    """Whether the operator of one tensor works element by element, of which `_foreach_{name}` is that of lists."""
+    single: Any = getattr(torch.ops.aten, name, None)
+    if single is None or name == "max":  # of two tensors it does; lists have that of one only
+        return False
+    return name in _ELEMENTWISE or any(
+        torch.Tag.pointwise in getattr(single, overload).tags for overload in single.overloads()
+    )
 
 
 @functools.cache

@@ -157,9 +157,10 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
         wholes = dict(zip(map(id, roots), gather(roots, f"{base_name(func)} of {given[0].describe()}"), strict=True))
         plain = {id(t): cast(AtRest, t).of(wholes[id(cast(AtRest, t).root)]) for t in cast(list[Tensor], given)}
         result = _mapped(func, args, kwargs, plain)
+        for tensor in written:
+            if isinstance(tensor, AtRest) and plain[id(tensor)].shape != tensor.shape:
+                _refuse_other_shape(func, tensor)
         for root in _unique(t.root for t in written if isinstance(t, AtRest)):
-            if wholes[id(root)].shape != cast(Tensor, root).shape:
-                _refuse_other_shape(func, root)
             if root.is_cut:
                 root.rows.copy_(root.cut(wholes[id(root)]))
     originals = {id(plain.get(id(t), t)): t for t in written}
