@@ -312,6 +312,21 @@ def in_function_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+CALLERS_OF_BACKWARD = (torch.autograd, torch.autograd.graph)
+"""The modules through which programs run a backward, each with its own name for the function `RUN_BACKWARD`."""
+RUN_BACKWARD = "_engine_run_backward"
+
+
+def carry_into_backward(key: str, value: object) -> None:
+    """Let every thread that works for a backward that this thread begins from now on find `value` under `key`."""
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def carried_by_backward(key: str) -> object:
+    """What `carry_into_backward` has given to the backward that this thread works for; None if nothing."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward pass is complete; never, if it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

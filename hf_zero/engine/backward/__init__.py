@@ -5,8 +5,10 @@ so:
 
 - **Session.** The first event of a backward (a gradient of the root's output, of a call's output, or of a parameter) opens
   a session: it holds the gradients that have come (`accumulation`) and lives until autograd calls back at the end.
-- **Token.** Autograd drops its callbacks when a backward raises. The session's token is held by the callback alone, so a
-  dead weak reference to it means "broke off": everything is put at rest (`Backward.recover`).
+- **Pass.** The call of autograd that the session belongs to, which another thread may work for, tells when it returns or raises
+  (`passes`). If the session has not ended by then, the backward broke off: everything is put at rest (`Backward.recover`).
+- **Token.** Autograd drops its callbacks when a backward raises, sooner or later. The session's token is held by the callback
+  alone, so a dead weak reference to it means "broke off" as well, should no call have told.
 - **Open calls.** The first gradient of a call's outputs opens the call: its units are made whole again, into the same
   storages, and the *same* function outputs are put back into the modules, because a checkpointed forward is recomputed
   without module hooks. The backward of `_Gather` gets all gradients of the call's parameters at once and closes it.

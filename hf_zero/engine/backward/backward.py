@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.backward.accumulation import Accumulation, add_up
 from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
+from hf_zero.engine.backward.passes import current_pass, hear_of_passes
 from hf_zero.engine.backward.reduction import GradientDtypes, Reducer
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
@@ -40,13 +41,13 @@ class _Session:
         token: dead once autograd has dropped its callback.
     """
 
-    def __init__(self, gradients: Accumulation, on_break: Callable[[_Session], None]) -> None:
+    def __init__(self, gradients: Accumulation) -> None:
         self.gradients = gradients
         self.has_gradients = False
         self.leases: list[Lease] = []
         self.open_calls: set[Call] = set()
         self._token = _Token()
-        self.token = weakref.ref(self._token, lambda _: on_break(self))
+        self.token = weakref.ref(self._token)
 
     def take_token(self) -> _Token:
         """An object that lives as long as autograd may still call back; if backward raises, it is gone."""
@@ -56,7 +57,7 @@ class _Session:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the backward broke off with an exception."""
+        """Whether the backward broke off with an exception: known for certain to the call only, see `passes`."""
         return self.token() is None
 
     def give_back(self) -> None:
@@ -86,6 +87,7 @@ class Backward:
     """
 
     def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
+        hear_of_passes()
         self.session: _Session | None = None
         self.entries: list[Entry] = []
         self.unit_of: dict[ZeroParameter, Unit] = {}
@@ -144,13 +146,18 @@ class Backward:
 
     def begin(self) -> _Session:
         """The pass under way; a new one at its first event."""
+        under_way = current_pass()
+        if under_way is not None and under_way.is_over:
+            raise RuntimeError("this backward has broken off already, on another thread")  # nobody hears this one
         self.recover_if_dead()
         if self.session is None:
             self.gathering.flush_edits()
             gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
-            self.session = _Session(gradients, self._on_break)
+            session = self.session = _Session(gradients)
+            if under_way is not None:
+                under_way.at_end(lambda: self._on_return(session))
             self.gathering.schedule.begin("backward")
-            token = self.session.take_token()
+            token = session.take_token()
             torch_compat.after_backward(lambda token=token: self._end())  # type: ignore[misc]
         return self.session
 
@@ -188,8 +195,8 @@ class Backward:
             self.gathering.expect(order or self.gathering.reductions)
             self._follows_no_sync = self._follows_no_sync and session.gradients.reducer is None
 
-    def _on_break(self, session: _Session) -> None:
-        """Autograd has dropped a session's callback: it has been called, or the backward broke off."""
+    def _on_return(self, session: _Session) -> None:
+        """The call that a session belongs to returns or raises: if the session has not ended, the backward broke off."""
         if self.session is session:
             self.recover()
 

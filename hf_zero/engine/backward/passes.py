@@ -1,0 +1,84 @@
+"""Calls of autograd: where a backward begins and ends for the program that called it.
+
+[Note: a backward ends where it was called] On a GPU autograd runs a backward on a thread of its own. If that raises, the
+exception comes back to the caller at once; what autograd was to call at the end is dropped by the other thread, some time
+later. So a program that catches the error would go on with a model that is still whole, and a recovery that waits for the
+drop would run beside it. Therefore the call itself tells: it gives the backward something to carry, and before it returns it
+ends what has begun under that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_zero import torch_compat
+from hf_zero.changes import Changes
+from hf_zero.errors import ZeroError
+
+_KEY = "hf_zero pass"
+_changes = Changes()
+
+
+class Pass:
+    """One call of `backward` or `torch.autograd.grad`, from the program; calls inside it are part of it.
+
+    Attributes:
+        is_over: it has returned or raised. A node that another thread still runs for it begins nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._ends: list[Callable[[], None]] = []
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        """Let `end` be called in the thread that has called, when the call returns or raises."""
+        self._ends.append(end)
+
+    def end(self) -> None:
+        """It returns or raises."""
+        self.is_over = True
+        while self._ends:
+            self._ends.pop()()
+
+
+def current_pass() -> Pass | None:
+    """The call that this thread works for, whichever thread has made it."""
+    found = torch_compat.carried_by_backward(_KEY)
+    return found if isinstance(found, Pass) else None
+
+
+def hear_of_passes() -> None:
+    """Let every call of autograd tell of its end; a second time changes nothing."""
+    if _changes:
+        return
+    _changes.keep()
+    for owner in torch_compat.CALLERS_OF_BACKWARD:
+        _changes.replace(owner, torch_compat.RUN_BACKWARD, _telling(getattr(owner, torch_compat.RUN_BACKWARD)))
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch_compat.in_backward():  # of a checkpoint, or in a hook: the call around it tells
+            return original(*args, **kwargs)
+        begun = Pass()
+        torch_compat.carry_into_backward(_KEY, begun)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            try:
+                begun.end()
+            except ZeroError as later:  # what the program has to hear of is the first
+                error.add_note(f"While the model was put at rest: {later}")
+            raise
+        finally:
+            torch_compat.carry_into_backward(_KEY, None)
+        begun.end()
+        return result
+
+    disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return disabled
