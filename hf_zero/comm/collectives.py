@@ -185,12 +185,15 @@ class Collectives(Agreements, RowCollectives):
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
         description = self._describe("all_reduce", unit)
-        messages = [[each] for each in tensors]  # NCCL makes one launch of all, see `_start_all`
+        messages = [[each] for each in tensors]  # NCCL makes one launch of those of a dtype, see `_start_all`
         if self.backend != "nccl":
             messages = in_messages(tensors, lambda t: (t.dtype, t.nbytes), self.staging_bytes)
         buffers = [message[0] if len(message) == 1 else torch.cat(message) for message in messages]
-        calls = [partial(dist.all_reduce, buffer, op=operation, group=self.group, async_op=True) for buffer in buffers]
-        parts = self._start_all(description, calls, self.group)
+        reduce = partial(dist.all_reduce, op=operation, group=self.group, async_op=True)
+        parts: list[Work] = []
+        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):  # all of one launch are of one dtype
+            calls = [partial(reduce, buffer) for buffer in buffers if buffer.dtype == dtype]
+            parts += self._start_all(description, calls, self.group)
 
         def unpack() -> None:
             for message, buffer in zip(messages, buffers, strict=True):

@@ -1,10 +1,11 @@
 """The exchanges between ranks: what they compute, what they count, and what they say when ranks do not agree."""
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -458,6 +459,34 @@ def test_on_a_device_it_is_native_or_an_error() -> None:
         assert name == "native" and "host cannot be had here, but native" in said
     for name, said in run_ranks(_on_a_device, 2, "pairwise"):
         assert "pairwise runs on gloo, but nccl serves" in name and not said
+
+
+@on_ranks(2)
+def test_one_launch_sums_tensors_of_one_dtype_as_nccl_can() -> None:
+    launches: list[list[torch.dtype]] = []
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        launches[-1].append(tensor.dtype)
+        works.append(reduce(tensor, *args, **kwargs))
+
+    @contextlib.contextmanager
+    def coalesced(group: object) -> Iterator[list[Any]]:
+        launches.append([])
+        works.clear()
+        yield works
+
+    works: list[Any] = []
+    with (
+        mock.patch.object(torch_compat, "backend_on", lambda *_: "nccl"),
+        mock.patch.object(torch_compat, "coalesced", coalesced),
+        mock.patch.object(dist, "all_reduce", all_reduce),
+    ):
+        collectives = _make("native")
+        sums = [torch.full((3,), 1.0 + dist.get_rank(), dtype=dtype) for dtype in (*_DTYPES, *_DTYPES)]
+        collectives.all_reduce(sums, "unit").wait()
+    assert launches == [[torch.float32] * 2, [torch.bfloat16] * 2]
+    assert all(torch.equal(each, torch.full_like(each, 3)) for each in sums)
 
 
 def _nobody() -> bool:
