@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -76,12 +77,25 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def default_device() -> torch.device:
-    """Where this process's parameters live: on its accelerator, unless the process group is for CPUs."""
+    """Where this process's parameters live: on its accelerator, unless the process group is for CPUs.
+
+    On the one that the group is bound to (`init_process_group(device_id=...)`), else on the current one. While nobody has set
+    one, the current one is the first: then it is the one of this process's number on its host, as launchers tell it, since
+    ranks that share a device cannot exchange over NCCL.
+    """
+    group = default_group()
     backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or backend == "gloo":
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    bound = None if group is None else group.bound_device_id
+    if bound is not None and bound.type == accelerator.type:
+        return bound
+    index = torch.accelerator.current_device_index()
+    if index == 0 and group is not None:
+        number = int(os.environ.get("LOCAL_RANK", "0"))
+        index = number if number < torch.accelerator.device_count() else index
+    return torch.device(accelerator.type, index)
 
 
 Cell = tuple[int, ...]

@@ -1,0 +1,60 @@
+"""Which device a process's parameters live on."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm import groups
+
+
+class _Group:
+    bound_device_id: torch.device | None = None
+
+
+def _machine(patch: pytest.MonkeyPatch, current: int, local_rank: str | None, count: int = 4) -> _Group:
+    """A process on a machine with GPUs, in a group of NCCL's."""
+    group = _Group()
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "current_device_index": current,
+        "device_count": count,
+    }
+    for name, answer in answers.items():
+        patch.setattr(torch.accelerator, name, lambda answer=answer: answer)
+    patch.setattr(groups, "default_group", lambda: group)
+    patch.setattr(dist, "is_initialized", lambda: True)
+    patch.setattr(dist, "get_backend", lambda *_: "nccl")
+    patch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        patch.setenv("LOCAL_RANK", local_rank)
+    return group
+
+
+def test_parameters_live_on_the_device_that_the_group_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, 0, "1").bound_device_id = torch.device("cuda", 3)
+    assert groups.default_device() == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("current", "local_rank", "count", "expected"),
+    [
+        (0, "2", 4, 2),  # nobody has set a device
+        (1, "2", 4, 1),  # the program has
+        (0, "2", 1, 0),  # each process sees one device only
+        (0, None, 4, 0),
+    ],
+)
+def test_ranks_of_a_host_live_on_devices_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, current: int, local_rank: str | None, count: int, expected: int
+) -> None:
+    _machine(monkeypatch, current, local_rank, count)
+    assert groups.default_device() == torch.device("cuda", expected)
+
+
+def test_parameters_live_on_the_host_where_the_group_is_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, 0, "1")
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
+    assert groups.default_device() == torch.device("cpu")
