@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -271,6 +272,22 @@ def counter_of(tensor: Tensor) -> Tensor:
     counter = tensor.detach()
     torch._C.TensorBase.data.__set__(counter, _no_memory(tensor.device))  # type: ignore[attr-defined]
     return counter
+
+
+def num_references(tensor: Tensor) -> int:
+    """How many references Python has to a tensor, those of the caller included.
+
+    Newer releases of torch add one of their own as long as C++ holds it, too: a view of it, which an output may be.
+    """
+    return sys.getrefcount(tensor) - 1 - (_counts_itself() and cast(Any, tensor)._use_count() > 1)
+
+
+@functools.cache
+def _counts_itself() -> bool:
+    tensor = torch.empty(1, device="cpu", requires_grad=True).clone()
+    before = sys.getrefcount(tensor)
+    view = tensor[:1]
+    return sys.getrefcount(tensor) > before and view.numel() == 1
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:

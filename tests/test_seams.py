@@ -113,6 +113,7 @@ TORCH = [
     Seam(torch.utils._foreach_utils, "_has_foreach_support", "in _foreach_supported_types", "step_in_lists"),
     Seam(torch.ops.aten, "_foreach_norm", "", "operators: those of this family work place by place"),
     Seam(torch.distributed.tensor._dtensor_spec.TensorMeta, "_replace", "", "PartitionedTensor.like"),
+    Seam(torch.Tensor, "_use_count", "", "num_references: whether C++ holds a tensor"),
     Seam(torch.Tensor, "_make_wrapper_subclass", "", "View"),
     Seam(torch._C, "_disabled_torch_function_impl", "", "View"),
     Seam(torch.ops.aten.add.Tensor, "_overloadname", "", "operators"),
@@ -450,6 +451,7 @@ def test_every_private_name_in_use_is_in_the_table() -> None:
         "_current_frames",
         "_exit",
         "_foreach",
+        "_foreach_",
     }
     used = {(name, file) for file, tree in trees.items() for name in foreign_names(tree)}
     strange = sorted((name, file) for name, file in used if name not in own | known and not name.startswith("_zero_"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Container
 
 from torch import Tensor, nn
 
+from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.units.saved import SavedWeights
@@ -134,7 +134,7 @@ class Call:
         place = 0
         for unit in self.units:
             for _ in unit.parameters:
-                if sys.getrefcount(tensors[place]) > num_own and id(tensors[place]) not in but:
+                if torch_compat.num_references(tensors[place]) > num_own and id(tensors[place]) not in but:
                     unit.pin()
                 place += 1
 
