@@ -24,6 +24,7 @@ import peft.peft_model
 import peft.tuners
 import peft.tuners.tuners_utils as tuners_utils
 import pytest
+import safetensors.torch
 import torch
 import transformers
 import transformers.core_model_loading as loading
@@ -257,6 +258,15 @@ TRAINER = [
     Seam(modeling, "safe_save_file", "", "what save_pretrained would write"),
     Seam(
         PreTrainedModel, "save_pretrained", "safe_save_file(shard_state_dict, filename, metadata=metadata)", "recorded"
+    ),
+    Seam(safetensors.torch, "save_file", "_flatten_as_ptr(tensors,", "foreign_files: every tensor that is written"),
+    Seam(safetensors.torch, "save", "_flatten_as_ptr(tensors,", "foreign_files: every tensor that is written"),
+    Seam(safetensors.torch, "save_model", "_remove_duplicate_names(state_dict)", "foreign_files: tied tensors"),
+    Seam(
+        hub_torch,
+        "save_torch_state_dict",
+        "_clean_state_dict_for_safetensors(state_dict,",
+        "foreign_files: tied tensors",
     ),
     Seam(hub_torch, "get_torch_storage_id", 'tensor.device.type == "meta"', "tensors of one storage stay in one file"),
     Seam(GenerationMixin, "generate", "synced_gpus", "ranks that have finished go on"),

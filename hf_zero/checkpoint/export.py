@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.checkpoint.ranks.background import WRITING_S
-from hf_zero.checkpoint.ranks.one_writer import save_on_first, world_of_whole
+from hf_zero.checkpoint.ranks.one_writer import save_on_first, saving_alone, world_of_whole
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
 from hf_zero.engine.ranks.world import World, world_of
@@ -118,7 +118,8 @@ def save_whole(
             state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
         with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.timeout_s)):
             if writes:
-                original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+                with saving_alone():
+                    original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
 
 
 def _save_converted(
@@ -183,7 +184,8 @@ def save_by_library(model: nn.Module, save: Callable[[], Any], place: str) -> No
     limit_s = max(WRITING_S, world.config.timeout_s)
     with GatheredParameters(model), world.together("saving a model", CheckpointError, limit_s):
         if world.rank == 0:
-            save()
+            with saving_alone():
+                save()
 
 
 def _names_to_save(model: nn.Module, options: dict[str, Any]) -> set[str] | None:

@@ -16,6 +16,7 @@ from hf_zero.checkpoint.files.manifest import check_name
 from hf_zero.checkpoint.files.model_plan import FilePlan, NotMovedError, model_sources, plan_model, uncovered
 from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.ranks.cooperative import match, read_plan, write_plan
+from hf_zero.checkpoint.ranks.one_writer import saving_alone
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
@@ -43,7 +44,8 @@ def write_model(model: nn.Module, folder: Path, world: World, dtype: torch.dtype
     def plan_writing() -> FilePlan | None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            return plan_model(model, folder, dtype, **options)
+            with saving_alone():
+                return plan_model(model, folder, dtype, **options)
         except NotMovedError as error:
             logger.info("weights are gathered for saving: %s", error)
             return None

@@ -4,8 +4,8 @@
   part in saving.
 - `no_sync`: where accelerate and the Trainer look for it.
 - `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
-- `save_pretrained`: writes whole weights. Of other libraries than transformers and PEFT (diffusers, sentence-transformers), all
-  parameters are whole on every rank while rank 0 writes.
+- `save_pretrained`, also of parts: writes whole weights. Of other libraries than transformers and PEFT (diffusers,
+  sentence-transformers), all parameters are whole on every rank while rank 0 writes.
 - `resize_token_embeddings`: sees whole embeddings; what it creates is partitioned by the next `shard_model`.
 - `generate`: gathers once for the whole call, or keeps the ranks in step while any of them still generates (stage 3).
 
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import save_by_library, save_whole
 from hf_zero.checkpoint.files.model_plan import saves_given_state
+from hf_zero.checkpoint.ranks.one_writer import is_saving_alone
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.ranks.world import World
@@ -32,7 +33,6 @@ from hf_zero.errors import UsageError
 from hf_zero.sharding.generation import generate
 
 _LOCAL_SGD = "accelerate.local_sgd"
-_METHODS = ("no_sync", "save_pretrained", "resize_token_embeddings", "generate")
 
 
 def attach(model: nn.Module, world: World) -> None:
@@ -46,19 +46,14 @@ def attach(model: nn.Module, world: World) -> None:
     for param in model.parameters():
         if not isinstance(param, DTensor):  # stage 0: otherwise the Trainer averages their gradients a second time
             param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
-    if hasattr(model, "save_pretrained"):
-        how = _save_pretrained if saves_given_state(model) else _save_pretrained_of_library
-        attributes["save_pretrained"] = types.MethodType(how, model)
+    for part in model.modules():
+        if hasattr(type(part), "save_pretrained"):
+            how = _save_pretrained if saves_given_state(part) else _save_pretrained_of_library
+            vars(part)["save_pretrained"] = types.MethodType(how, part)
     if hasattr(type(model), "resize_token_embeddings"):
         attributes["resize_token_embeddings"] = types.MethodType(_resize_token_embeddings, model)
     if hasattr(type(model), "generate"):
         attributes["generate"] = types.MethodType(generate, model)
-
-
-def detach(model: nn.Module) -> None:
-    """Remove all of this again."""
-    for name in (*_METHODS, "_is_distributed_loading_by_transformers", "is_distributed_loading_by_transformers"):
-        model.__dict__.pop(name, None)
 
 
 def _no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -82,12 +77,18 @@ def _save_pretrained(
 ) -> None:
     """`save_pretrained` of whole weights; all ranks must call it."""
     original = functools.partial(type(self).save_pretrained, self)  # type: ignore[attr-defined]
+    if is_saving_alone():
+        original(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        return
     save_whole(self, original, save_directory, is_main_process, state_dict, **kwargs)
 
 
 def _save_pretrained_of_library(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """`save_pretrained` that reads the model itself; all ranks must call it."""
     save = functools.partial(type(self).save_pretrained, self, *args, **kwargs)  # type: ignore[attr-defined]
+    if is_saving_alone():
+        save()
+        return
     save_by_library(self, save, str(next(iter((*args, *kwargs.values())), "")))
 
 

@@ -7,9 +7,11 @@ the same place have ended there as it has made itself, and writes nothing, so th
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -24,6 +26,24 @@ _calls: Counter[str] = Counter()  # by place, on this rank
 _POLL_S = 0.02
 _BEGUN, _DONE = "begun", "done"
 _LATEST = "latest"  # the key of the number of rank 0's last call, beside those of the calls
+
+
+_alone = threading.local()
+
+
+@contextlib.contextmanager
+def saving_alone() -> Iterator[None]:
+    """Within: this thread saves for all ranks, so that parts of the model which save themselves wait for nobody."""
+    before, _alone.is_saving = is_saving_alone(), True
+    try:
+        yield
+    finally:
+        _alone.is_saving = before
+
+
+def is_saving_alone() -> bool:
+    """Whether this thread is within `saving_alone`."""
+    return getattr(_alone, "is_saving", False)
 
 
 def world_of_whole(model: nn.Module) -> World | None:
@@ -55,7 +75,8 @@ def save_on_first(world: World, place: str, save: Callable[[], Any], limit_s: fl
         notes.write(number, _BEGUN)
         notes.write(_LATEST, str(number))
         try:
-            save()
+            with saving_alone():
+                save()
         except Exception as error:
             state = f"saving {place}: rank 0: {described(error, CheckpointError)}"
             notes.write(number, state)
