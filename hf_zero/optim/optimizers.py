@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.parameters.left_behind import successor
 from hf_zero.engine.parameters.records import gatherers_of
-from hf_zero.engine.parameters.replaced import current, is_replaced, name_of
+from hf_zero.engine.parameters.replaced import current, is_replaced
 from hf_zero.errors import PartitionError
 from hf_zero.optim.choice import stepping_of, worlds_of
 from hf_zero.optim.owners import Owners
@@ -33,17 +33,9 @@ def _before_hooks(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _rebind_late(optimizer)
     params = params_of(optimizer)
-    held = []
-    old = next((param for param in params if is_replaced(param)), None)
-    if old is not None:
-        raise PartitionError(
-            f"the optimizer holds {name_of(old)} as it was before the model was partitioned, so it would train "
-            "nothing: make the optimizer after `shard_model`, or pass both to `ZeroAccelerator.prepare`"
-        )
-    for engine in live_engines():
-        if any(map(engine.find, params)):
-            held.append(engine)
+    held = [engine for engine in live_engines() if any(map(engine.find, params))]
 
     _refuse_left_behind(params)
     _keep_gathered(held)
@@ -114,6 +106,7 @@ def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, Owners]:
 
     States are made to lie so, if they were loaded otherwise; called by all ranks together.
     """
+    _rebind_late(optimizer)
     worlds = worlds_of(optimizer)
     stepping = stepping_of(optimizer, worlds)
     if stepping is None:
@@ -150,8 +143,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> No
         optimizer: built on the model before it was partitioned; parameters of other models in it stay.
         engine: the model's engine.
     """
-    for group in optimizer.param_groups:
-        group["params"] = [_current(param, engine) for param in group["params"]]
+    _hold_current(optimizer, engine)
     stepping = stepping_of(optimizer, worlds_of(optimizer))
     for old in [param for param in optimizer.state if _current(param, engine) is not param]:
         new = _current(old, engine)
@@ -162,6 +154,32 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> No
         kept = state if stepping is None else {k: stepping.kept(value, known) for k, value in state.items()}
         optimizer.state[new] = kept
     vars(optimizer).pop("_zero_checked_state", None)
+
+
+def hold_current(engine: ZeroEngine) -> None:
+    """Let every optimizer of this process hold an engine's parameters in place of those they were cut from.
+
+    States follow at the optimizer's next step, which all ranks take together: which optimizers live still, as garbage, may
+    differ between ranks.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer) and "param_groups" in vars(each):
+            _hold_current(each, engine)
+
+
+def _hold_current(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> None:
+    for group in optimizer.param_groups:
+        if any(map(is_replaced, group["params"])):
+            group["params"] = [_current(param, engine) for param in group["params"]]
+
+
+def _rebind_late(optimizer: torch.optim.Optimizer) -> None:
+    """Rebind an optimizer that is still about parameters of before, or has states of them; called by all ranks together."""
+    states = vars(optimizer).get("state", {})
+    old = [current(param) for param in (*params_of(optimizer), *states) if is_replaced(param)]
+    for engine in live_engines() if old else ():
+        if any(map(engine.find, old)):
+            rebind_optimizer(optimizer, engine)
 
 
 def _current(param: Tensor, engine: ZeroEngine) -> Any:

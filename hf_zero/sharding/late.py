@@ -21,7 +21,7 @@ from hf_zero.engine.parameters.on_disk import check_offload
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, named_blocks
-from hf_zero.optim.optimizers import hear_of_steps
+from hf_zero.optim.optimizers import hear_of_steps, hold_current
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.checks import (
     agree_on_model,
@@ -55,7 +55,9 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     raise_to_master(model, world)
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
-    return ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
+    engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
+    hold_current(engine)
+    return engine
 
 
 def _is_run(model: nn.Module) -> bool:

@@ -33,12 +33,12 @@ def shard_model(
 ) -> ZeroEngine:
     """Partition a model over the data-parallel ranks, in place, and run it under ZeRO from now on.
 
-    All ranks call this together, before the optimizer is made. Parameters become `DTensor`s of their own shape, and each
-    rank holds its own rows (`Shard(0)`, or another dim where that divides better). Values are those of rank 0, as under DDP.
-    In stage 0 and at world size 1, the parameters stay plain tensors, in the master dtype. A model made under `Init` is
-    already partitioned; whatever has been added to it since (adapters, a new head) is partitioned now. The model gets
-    `no_sync` and, if it has such methods, a `save_pretrained` that writes whole weights and a `generate` that keeps the
-    ranks in step.
+    All ranks call this together. Optimizers that have been made already hold the partitioned parameters afterwards.
+    Parameters become `DTensor`s of their own shape, and each rank holds its own rows (`Shard(0)`, or another dim where that
+    divides better). Values are those of rank 0, as under DDP. In stage 0 and at world size 1, the parameters stay plain
+    tensors, in the master dtype. A model made under `Init` is already partitioned; whatever has been added to it since
+    (adapters, a new head) is partitioned now. The model gets `no_sync` and, if it has such methods, a `save_pretrained` that
+    writes whole weights and a `generate` that keeps the ranks in step.
 
     Args:
         model: any module, on one device, not wrapped. A model on the CPU is moved to this process's accelerator, if there is

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.optim.optimizers import rebind_optimizer
+from tests.engine.twins import SHARDED, Twins, sgd
 from tests.models import CASES, make_model, train
 from tests.ranks import on_ranks
 
@@ -48,8 +49,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@on_ranks(2, case=[(0, "adamw"), (1, "amsgrad"), (2, "momentum"), (3, "adamw"), (3, "amsgrad")])
-def test_states_follow_the_parameters(case: tuple[int, str]) -> None:
+@on_ranks(
+    2, case=[(0, "adamw"), (1, "amsgrad"), (2, "momentum"), (3, "adamw"), (3, "amsgrad")], is_rebound=[True, False]
+)
+def test_states_follow_the_parameters(case: tuple[int, str], is_rebound: bool) -> None:
+    """Nobody has to rebind an optimizer: from its next step on, its states are those of the partitioned parameters."""
     stage, kind = case
     other = nn.Parameter(torch.ones(3))
     models, optimizers = [], []
@@ -63,8 +67,9 @@ def test_states_follow_the_parameters(case: tuple[int, str]) -> None:
     group_objects = [id(group) for group in optimizers[1].param_groups]
     before = {id(param) for param in model.parameters()}
     engine = zero.shard_model(model, {"stage": stage, "collectives": "pairwise"})
-    rebind_optimizer(optimizers[1], engine)
-    rebind_optimizer(optimizers[1], engine)  # changes nothing
+    for _ in range(2) if is_rebound else ():  # the second time changes nothing
+        rebind_optimizer(optimizers[1], engine)
+    optimizers[1].zero_grad()
     train(oracle, optimizers[0], CASE.loss, CASE.batch, range(1, 3), range(2))
     train(model, optimizers[1], CASE.loss, CASE.batch, range(1, 3))
     held = [param for group in optimizers[1].param_groups for param in group["params"]]
@@ -81,13 +86,35 @@ def test_states_follow_the_parameters(case: tuple[int, str]) -> None:
     assert max((weights[name] - value).abs().max().item() for name, value in oracle.state_dict().items()) < 1e-5
 
 
-@on_ranks(2)
-def test_a_step_of_an_optimizer_left_behind_is_an_error() -> None:
-    model = make_model(CASE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero.shard_model(model, {"stage": 3, "collectives": "pairwise"})
-    with pytest.raises(zero.PartitionError, match=r"ZeroAccelerator\.prepare"):
-        train(model, optimizer, CASE.loss, CASE.batch, range(1))
+def _new_head(model: nn.Module) -> list[nn.Parameter]:
+    model.head = nn.Linear(5, 3)
+    return list(model.head.parameters())
+
+
+def _weight_norm(model: nn.Module) -> list[nn.Parameter]:
+    nn.utils.parametrizations.weight_norm(model.enter)
+    return list(model.enter.parametrizations.parameters())
+
+
+@on_ranks(2, stage=SHARDED, add=[_new_head, _weight_norm], is_added=[False, True])
+def test_an_optimizer_made_before_new_parameters_are_partitioned_trains_them(
+    stage: int, add: Callable[[nn.Module], list[nn.Parameter]], is_added: bool
+) -> None:
+    twins = Twins(stage, units={"min_numel": 1})
+    twins.step()
+    for place, model in enumerate((twins.model, twins.reference)):
+        torch.manual_seed(3)
+        new = add(model)
+        if is_added:
+            twins.optimizers[place].add_param_group({"params": new})
+        else:
+            twins.optimizers[place] = sgd(model)
+    for _ in range(2):
+        loss = twins.loss(twins.model, twins.own())
+        twins.optimizers[0].zero_grad()  # the forward has partitioned them
+        loss.backward()
+        twins.near(loss.detach(), twins.backward_reference()[twins.rank], "loss")
+        twins.update()
 
 
 def test_optimizers_are_heard_from_the_first_engine_on_once_a_process() -> None:

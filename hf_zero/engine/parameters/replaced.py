@@ -42,7 +42,7 @@ class Replaced:
         refuse(next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Replaced)))
 
     def __repr__(self) -> str:
-        return f"Replaced(shape={tuple(cast(Tensor, self).shape)}, by={name_of(cast(Tensor, self))})"
+        return f"Replaced(shape={tuple(cast(Tensor, self).shape)}, by={_name_of(cast(Tensor, self))})"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -56,7 +56,7 @@ def replace(old: nn.Parameter, now: nn.Parameter) -> None:
     """Let every use of `old` raise, and its memory go: the model holds `now` instead."""
     if old is now or isinstance(old, Replaced):
         return
-    name = functools.partial(name_of, now)
+    name = functools.partial(_name_of, now)
     with torch.no_grad():
         old.grad = None
         old._backward_hooks = None  # they have gone along
@@ -102,8 +102,7 @@ def is_replaced(param: Tensor) -> bool:
     return _NOW in vars(param)
 
 
-def name_of(param: Tensor) -> str:
-    """The name of what the model holds in place of a parameter, for errors."""
+def _name_of(param: Tensor) -> str:
     now = current(param)
     return (now.describe() if isinstance(now, AtRest) else f"a parameter of shape {tuple(now.shape)}").removeprefix(
         "parameter "
@@ -119,12 +118,12 @@ def _refuse_gradient(name: Callable[[], str], gradient: Tensor) -> NoReturn:
 def refuse(param: Any) -> NoReturn:
     """Raise: a parameter is used that has been replaced."""
     raise PartitionError(
-        f"{name_of(param)} is used as it was before the model was partitioned, kept in an optimizer, a list, a closure or an "
+        f"{_name_of(param)} is used as it was before the model was partitioned, kept in an optimizer, a list, a closure or an "
         f"attribute, {_ADVICE}"
     )
 
 
 _ADVICE = (
     "but the model no longer uses that: it would be stale, and its gradient lost. Read the parameter from its module where it "
-    "is used; make optimizers after `shard_model`, or pass them to `ZeroAccelerator.prepare` with the model"
+    "is used"
 )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
-from tests.engine.twins import SHARDED, STAGES, Net, Twins, assert_same, batch, square_loss, whole
+from tests.engine.twins import STAGES, Net, Twins, assert_same, whole
 from tests.ranks import on_ranks
 
 
@@ -108,16 +108,3 @@ def test_edit_of_the_rows_behind_torchs_back_is_right_after_mark_dirty(stage: in
 def test_mark_dirty_of_a_plain_model_raises() -> None:
     with pytest.raises(zero.PartitionError, match="shard_model"):
         zero.mark_dirty(Net())
-
-
-@on_ranks(2, stage=SHARDED)
-def test_optimizer_made_before_partitioning_raises_at_its_first_step(stage: int) -> None:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    zero.shard_model(model, zero.ZeroConfig(stage=stage))
-    square_loss(model, batch(0, dist.get_rank())).backward()
-    with pytest.raises(zero.PartitionError, match=r"enter\.weight"):
-        optimizer.step()
-    other = nn.Linear(2, 2)  # an optimizer of somebody else is left alone
-    other(torch.ones(2)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=1.0).step()

@@ -144,18 +144,6 @@ def test_hooks_of_what_was_replaced_stay_those_of_the_parameter(stage: int) -> N
     assert seen == [(5, 3)] and repr(kept)
 
 
-@on_ranks(2, stage=SHARDED)
-def test_an_optimizer_from_before_is_no_silent_one(stage: int) -> None:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    zero.shard_model(model, zero.ZeroConfig(stage=stage))
-    square_loss(model, batch(0, 0)).backward()
-    with pytest.raises(PartitionError, match=r"the optimizer holds 'enter\.weight' as it was before"):
-        optimizer.step()
-    with pytest.raises(PartitionError, match=r"'enter\.weight' is used as it was before"):
-        optimizer.zero_grad()
-
-
 class _KeptInItsConstructor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
