@@ -156,7 +156,9 @@ TORCH = [
     Seam(nn.Module(), "_forward_pre_hooks", "", "mark_dirty: whether an engine is to come"),
     Seam(nn.Module, "register_parameter", "output = hook(self, name, param)", "Cutter: what a hook returns is kept"),
     Seam(nn.Module, "_call_impl", "_forward_hooks_always_called", "forward hooks run after an exception"),
-    Seam(nn.Module, "load_state_dict", 'local_metadata["assign_to_params_buffers"] = assign', "assign=True is refused"),
+    Seam(torch.nn.utils.parametrize, "_maybe_set", "torch.utils.swap_tensors(dest, src)", "no exchange with itself"),
+    Seam(nn.Parameter, "__new__", "t._is_param = True", "an alias of a parameter is none"),
+    Seam(nn.Module, "load_state_dict", 'local_metadata["assign_to_params_buffers"] = assign', "assign=True copies"),
     Seam(
         nn.Parameter, "__new__", "t = data.detach().requires_grad_(requires_grad)", "WholeOnTouch: nn.Parameter(shard)"
     ),

@@ -17,7 +17,7 @@ from hf_zero.changes import Changes, undo_all
 from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
-from hf_zero.sharding import adapters, foreign_files, model_methods
+from hf_zero.sharding import adapters, foreign_files, model_methods, parametrizations
 from hf_zero.sharding.active import pausable, paused
 from hf_zero.sharding.construct import Cutter
 from hf_zero.sharding.cutting import partition_whole, raise_to_master
@@ -64,6 +64,7 @@ class Init:
             return self
         adapters.install()
         foreign_files.install()
+        parametrizations.install()
         world = self._world = World.create(self._config, default_device(), self._mesh)
         with ExitStack() as stack:
             stack.enter_context(paused(None))
@@ -156,6 +157,7 @@ def activate(config: ZeroConfig, device: torch.device) -> None:
     _undo_activation()
     adapters.install()
     foreign_files.install()
+    parametrizations.install()
     _active.append(_Activation(config, device))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,8 @@ from hf_zero.errors import UsageError
 class CutStateDict:
     """Load-state-dict pre-hook of a partitioned model, with an engine or before it has one.
 
-    Values may be whole (each rank keeps its rows; nothing is sent) or sharded. All ranks must load together.
+    Values may be whole (each rank keeps its rows; nothing is sent) or sharded. All ranks must load together. With
+    `assign=True` the values are copied too: the parameters that the engine and optimizers hold stay.
     """
 
     def __init__(self, world: World) -> None:
@@ -31,28 +33,38 @@ class CutStateDict:
         *_: Any,
     ) -> None:
         """Cut the whole tensors of a state dict to this rank's rows."""
+        assigns = bool(local_metadata.get("assign_to_params_buffers"))
         named = [found for found in find_parameters(module) if any(prefix + name in state_dict for name in found.names)]
-        if local_metadata.get("assign_to_params_buffers"):
-            # What is not partitioned yet (an adapter without values) is nobody's, and may be replaced.
-            if not self._world.partitions or any(isinstance(found.param, DTensor) for found in named):
-                raise UsageError(
-                    "load_state_dict(assign=True) would replace the parameters that the engine and the optimizer hold; "
-                    "load without assign, which copies the values"
-                )
-            return
-        if not any(isinstance(found.param, DTensor) for found in named):
+        held = [found for found in named if self._is_held(found.param, assigns)]
+        if not held:
             return  # inside GatheredParameters, perhaps on the rank alone whose changes count
         self._world.meet("load_state_dict")  # a rank that still computes may read the values where they lie
-        for found in named:
+        for found in held:
             param = found.param
-            if not isinstance(param, DTensor):
-                continue
-            cut = self._world.cut_of(param)
-            for name in found.names:
-                value = state_dict.get(prefix + name)
-                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-                    rows = cut.of(value.detach())
-                    state_dict[prefix + name] = rows_like(rows.to(self._world.device), param)
+            for key in [prefix + name for name in found.names if prefix + name in state_dict]:
+                value = state_dict[key]
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    state_dict[key] = self._assigned(param, value, key) if assigns else self._rows(param, value)
+
+    def _is_held(self, param: nn.Parameter, assigns: bool) -> bool:
+        """Whether the engine holds it: what is not partitioned yet (an adapter without values) may be replaced."""
+        return isinstance(param, DTensor) or (assigns and not self._world.partitions and not param.is_meta)
+
+    def _rows(self, param: nn.Parameter, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):
+            return value
+        return rows_like(self._world.cut_of(param).of(value.detach()).to(self._world.device), param)
+
+    def _assigned(self, param: nn.Parameter, value: Tensor, key: str) -> nn.Parameter:
+        """The parameter itself, which torch then puts where it is."""
+        if value.dtype not in (param.dtype, getattr(param, "_zero_made_in", param.dtype)):
+            raise UsageError(
+                f"load_state_dict(assign=True) would change {key!r} from {param.dtype} to {value.dtype}, which is partitioned: "
+                "load without assign, which casts the values"
+            )
+        with torch.no_grad():
+            param.copy_(self._rows(param, value) if isinstance(param, DTensor) else value)
+        return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutStateDict:
         return self

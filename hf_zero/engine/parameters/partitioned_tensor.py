@@ -215,6 +215,7 @@ class PartitionedTensor(_Read, Root, DTensor):
         """See `AtRest.alias`."""
         new = self.like(self.rows)
         vars(new).update(attributes_of(self))  # `module.to` makes a parameter of it, and swaps it with the old one
+        vars(new).pop("_is_param", None)  # till then it is none: a module that is given `p.data` does not register it
         new._zero_base = base = self._zero_param
         if base is not None:
             memory = vars(base).setdefault(_MEMORY, _Memory())

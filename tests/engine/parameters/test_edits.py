@@ -83,15 +83,6 @@ def test_load_state_dict_with_mistakes_raises_alike_on_all_ranks(stage: int) -> 
     twins.step()
 
 
-@on_ranks(2, stage=[1, 3])
-def test_load_state_dict_with_assign_is_refused(stage: int) -> None:
-    twins = Twins(stage)
-    state = {name: torch.zeros_like(value) for name, value in twins.reference.state_dict().items()}
-    with pytest.raises(zero.UsageError, match="assign"):
-        twins.model.load_state_dict(state, assign=True)
-    twins.step()
-
-
 @on_ranks(2, stage=STAGES)
 def test_edit_of_the_rows_behind_torchs_back_is_right_after_mark_dirty(stage: int) -> None:
     twins = Twins(stage)
