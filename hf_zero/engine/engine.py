@@ -250,11 +250,12 @@ class ZeroEngine:
         return calls_of(outermost, self._thread) >= self._roots.count(outermost) + is_own_call
 
     def _has_changed(self, module: nn.Module, model: nn.Module) -> bool:
-        """Whether the model holds others than when it was partitioned, in a call of `module`.
+        """Whether the model holds others than when it was partitioned, or in other dtypes, in a call of `module`.
 
         Inside `GatheredParameters`, and in a part that was given other tensors for one call, that can wait.
         """
-        if self._structure.is_unchanged() or any(id(p.param) in gathered for p in self.parameters):
+        is_unchanged = self._structure.is_unchanged() and self._cast() is None
+        if is_unchanged or any(id(p.param) in gathered for p in self.parameters):
             return False
         if not is_function_running("functional_call"):
             return True
@@ -267,22 +268,29 @@ class ZeroEngine:
         return False
 
     def _start_anew(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The model has other parameters than before: partition them, and run this forward under a new engine."""
+        """The model has other parameters or dtypes than before: run this forward under a new engine."""
         self.close()
-        logger.info("the model has other parameters than when it was partitioned: they are partitioned now")
+        logger.info(
+            "the model has other parameters, or other dtypes, than when it was partitioned: it is partitioned anew"
+        )
         if self._copied_as is None:
             return None
         late = copy.deepcopy(self._copied_as)
         late.known_buffers = self._buffers
         return late.start_inside(model, module, args, kwargs)
 
+    def _cast(self) -> ZeroParameter | None:
+        """A parameter whose dtype users have changed: `model.double()`, `.half()`."""
+        return next((p for p in self.parameters if p.param.dtype != p.dtype_at_rest), None)
+
     def _check_dtypes(self) -> None:
-        for p in self.parameters:
-            if p.param.dtype != p.dtype_at_rest:
-                raise PartitionError(
-                    f"parameter {p.name!r} was cast from {p.dtype_at_rest} to {p.param.dtype} after the model was partitioned "
-                    "(`model.to(dtype)`, `.half()`, ...): cast the model before, or set compute_dtype and master_dtype"
-                )
+        """Where a model that was cast cannot be partitioned anew: inside `GatheredParameters`, say."""
+        if (p := self._cast()) is not None:
+            raise PartitionError(
+                f"parameter {p.name!r} was cast from {p.dtype_at_rest} to {p.param.dtype} after the model was partitioned "
+                "(`model.to(dtype)`, `.half()`, ...): call the model next, outside GatheredParameters; or cast it before, "
+                "or set compute_dtype and master_dtype"
+            )
 
     def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._roots:

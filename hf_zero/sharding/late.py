@@ -122,7 +122,9 @@ class LateEngine:
             inner.close()
         for name, param in module.named_parameters():
             if name in self._made_in:
-                param._zero_made_in = self._made_in[name]  # type: ignore[attr-defined]
+                made_in = self._made_in[name]
+                is_as_made = param.dtype in (made_in, self.world.precision.master_for(made_in, requires_grad=True))
+                param._zero_made_in = made_in if is_as_made else param.dtype  # type: ignore[attr-defined]  # else cast since
         engine = start_engine(module, self.world, self.known_buffers)
         if self._load_handle is not None:
             self._load_handle.remove()  # the engine has its own

@@ -141,9 +141,6 @@ def test_edits_of_slices_arrive_and_those_that_would_be_lost_raise(stage: int) -
     with pytest.raises(zero.UsageError, match=r"'enter.weight'.*save_pretrained"):
         torch.save(twins.model.state_dict(), io.BytesIO())
     twins.step()
-    twins.model.half()
-    with pytest.raises(zero.PartitionError, match=r"cast from torch.float32 to torch.float16"):
-        twins.model(twins.own())
 
 
 class Slow(Net):

@@ -1,0 +1,69 @@
+"""Models that are cast after they were partitioned."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, assert_same, batch, sgd, square_loss
+from tests.ranks import on_ranks
+
+
+def double_batch(step: int, rank: int) -> Tensor:
+    return batch(step, rank).double()
+
+
+def _plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
+def test_a_model_cast_to_float64_trains_in_it(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives, optimizer=_plain_sgd)
+    twins.step()
+    held = [id(param) for param in twins.model.parameters()]
+    for model in (twins.model, twins.reference):
+        model.to(torch.float64)
+    twins.draw = double_batch
+    twins.step(2)
+    assert held == [id(param) for param in twins.model.parameters()]
+    assert {param.dtype for param in twins.model.parameters()} == {torch.float64}
+    assert twins.model(double_batch(0, 0)).dtype == torch.float64
+
+
+@on_ranks(2, stage=SHARDED, cast=["half", "bfloat16"])
+def test_a_model_cast_to_half_precision_is_one_made_in_it(stage: int, cast: str) -> None:
+    """Over float32 masters, as any such model."""
+    torch.manual_seed(0)
+    made = getattr(Net(), cast)()
+    later = copy.deepcopy(made).float()
+    models = [made, later]
+    optimizers = []
+    for model in models:
+        zero.shard_model(model, zero.ZeroConfig(stage=stage))
+        optimizers.append(sgd(model))
+    getattr(later, cast)()
+    for step in range(3):
+        x = batch(step, 0).to(getattr(torch, cast if cast != "half" else "float16"))
+        losses = [square_loss(model, x) for model in models]
+        assert torch.equal(losses[0], losses[1]) and losses[0].dtype == x.dtype
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(later.parameters(), made.parameters(), strict=True):
+            assert ours.dtype == theirs.dtype == torch.float32 and torch.equal(ours.full_tensor(), theirs.full_tensor())
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_part_of_a_model_that_was_cast_says_what_to_do(stage: int) -> None:
+    twins = Twins(stage, units={"min_numel": 1})
+    twins.model.double()
+    twins.reference.double()
+    with pytest.raises(zero.PartitionError, match="call the model itself next"):
+        twins.model.blocks[0](torch.ones(1, 5, dtype=torch.float64))
+    twins.draw = double_batch
+    twins.step()
+    assert_same(twins.model, twins.reference)
