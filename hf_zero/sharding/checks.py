@@ -30,8 +30,9 @@ def check_model(model: nn.Module) -> None:
     if len(set(device_map.values())) > 1:
         raise PartitionError(f"{name} is spread over {device_map}: load it without device_map")
     devices = {str(param.device) for param in model.parameters()}
-    if len(devices) > 1:
-        raise PartitionError(f"{name} is on several devices ({', '.join(sorted(devices))}): move it to one first")
+    whole = {str(param.device) for param in model.parameters() if not isinstance(param, DTensor)}
+    if len(whole) > 1:
+        raise PartitionError(f"{name} is on several devices ({', '.join(sorted(whole))}): move it to one first")
     if devices == {"meta"}:
         raise PartitionError(f"{name} has no values yet (meta device): load it with from_pretrained under zero.Init")
     for param_name, param in model.named_parameters():

@@ -1,11 +1,15 @@
-"""Cutting the parameters of a model that is whole: one at a time, in all their places, with rank 0's values."""
+"""Cutting the parameters of a model that is whole: one at a time, in all their places, with rank 0's values.
+
+[Note: never whole on a device] A model that was made in the host's memory may be larger than a device. So of what is cut, one
+parameter at a time is copied to the device, gets rank 0's values there, and leaves its rows; the model stays where it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
@@ -32,13 +36,21 @@ def partition_parameters(model: nn.Module, world: World) -> None:
         for found in find_quantised(model):
             _partition_quantised(found, world)
     for found in find_parameters(model):
-        if isinstance(found.param, DTensor):
-            if not is_over_tensor_axis(found.param, world):
-                continue
-            world.data.broadcast(torch_compat.local_of(found.param), 0, found.names[0])
-        else:
-            world.broadcast(found.param.data, found.names[0])
-        partition_one(found, world)
+        param = found.param
+        if not isinstance(param, DTensor):
+            _partition_plain(found, world)
+        elif is_over_tensor_axis(param, world):
+            world.data.broadcast(torch_compat.local_of(param), 0, found.names[0])
+            partition_one(found, world)
+
+
+def _partition_plain(found: FoundParameter, world: World) -> None:
+    """See [Note: never whole on a device]."""
+    if not world.partitions:
+        put_on(found.param, world.device)
+    whole = found.param.data.to(world.device)
+    world.broadcast(whole, found.names[0])
+    partition_one(found, world, whole)
 
 
 def _partition_quantised(found: FoundParameter, world: World) -> None:
@@ -51,10 +63,15 @@ def _partition_quantised(found: FoundParameter, world: World) -> None:
     remember_class(found.param, old, found.locations)
 
 
-def partition_one(found: FoundParameter, world: World) -> None:
+def partition_one(found: FoundParameter, world: World, values: Tensor | None = None) -> None:
     """Cut one whole parameter to this rank's rows, in all its places, in the dtype at rest.
 
     The whole one is the model's no longer, see [Note: what the model no longer uses].
+
+    Args:
+        found: the parameter.
+        world: the ranks.
+        values: of all of it, where they are not its own.
     """
     param = found.param
     dtype = world.precision.master_for(param.dtype, param.requires_grad)
@@ -63,7 +80,7 @@ def partition_one(found: FoundParameter, world: World) -> None:
             param._zero_made_in = param.dtype  # type: ignore[attr-defined]
             param.data = param.data.to(dtype)
         return
-    new = cut(param, world, dtype)
+    new = cut(param, world, dtype, values)
     new._zero_made_in = param.dtype  # type: ignore[attr-defined]
     put(found.locations, new)
     found.param = new
@@ -91,7 +108,13 @@ def broadcast_buffers(model: nn.Module, world: World, known: Collection[int]) ->
 
 
 def move_to(model: nn.Module, device: torch.device) -> None:
-    """Put the parameters and buffers that are not partitioned yet on a device, in their places; those that are tied stay so."""
+    """Put the parameters and buffers that are not partitioned on a device, in their places; those that are tied stay so."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device != device and not tensor.is_meta and not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(device)
+            put_on(tensor, device)
+
+
+def put_on(tensor: Tensor, device: torch.device) -> None:
+    """Let a parameter or buffer live on a device."""
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)

@@ -48,11 +48,11 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
         refuse_parameters_in_lists(model)
-    move_to(model, world.device)
     agree_on_model(model, world)
     check_quantised(model, world)
     partition_whole(model, world)
     raise_to_master(model, world)
+    move_to(model, world.device)
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
     engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))

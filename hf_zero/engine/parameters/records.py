@@ -238,22 +238,25 @@ def put(locations: list[tuple[nn.Module, str]], tensor: Tensor) -> None:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
-def cut(param: nn.Parameter, world: World, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter that holds this rank's elements of `param` in memory of its own; attributes come along.
+def cut(param: nn.Parameter, world: World, dtype: torch.dtype, values: Tensor | None = None) -> nn.Parameter:
+    """A parameter that holds this rank's elements of `param` in memory of its own, on the ranks' device; attributes come along.
 
     Args:
         param: the whole parameter, or a `DTensor` over the tensor axis; not changed.
         world: the ranks.
         dtype: dtype at rest.
+        values: of the whole parameter, where they are not its own.
     """
     where = world.cut_of(param)
-    rows = where.rows.rows_of(torch_compat.local_of(param), where.shard_rank)
-    local = rows.to(dtype, copy=True)
+    whole = torch_compat.local_of(param) if values is None else values
+    rows = where.rows.rows_of(whole, where.shard_rank)
+    local = rows.to(rows.device if rows.is_meta else world.device, dtype, copy=True)
     return wrap(local, world, param)
 
 
 def wrap(local: Tensor, world: World, like: nn.Parameter) -> nn.Parameter:
-    """A parameter over this rank's elements `local`, with the attributes and `requires_grad` of `like`."""
+    """A parameter over this rank's elements `local`, moved to its device, with the attributes and `requires_grad` of `like`."""
+    local = local if local.is_meta else local.to(world.device)
     new = PartitionedTensor.over(local.contiguous(), world.cut_of(like), world).as_parameter(like.requires_grad)
     if not isinstance(like, PartitionedTensor):  # it has them among its attributes
         take_hooks_along(like, new)

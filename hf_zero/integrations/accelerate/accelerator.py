@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import whole_state_dict
+from hf_zero.comm.groups import default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of, live_engines
 from hf_zero.engine.units.grouping import find_parameters
@@ -157,7 +158,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def _partition(self, model: nn.Module) -> None:
         if engine_of(model) is None and any(param.requires_grad for param in model.parameters()):
-            if not getattr(model, "is_quantized", False):  # transformers refuses to move such a model
+            is_moved_as_cut = default_group() is not None and all(p.device.type == "cpu" for p in model.parameters())
+            if not is_moved_as_cut and not getattr(model, "is_quantized", False):  # transformers refuses to move that
                 model.to(self.device)
             shard_model(model, self._zero_config, self._zero_mesh)
 
