@@ -26,7 +26,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default_group, grid_over
 from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
+from hf_zero.comm.select import make_collectives, plain_choice
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, UsageError
 
@@ -83,7 +83,7 @@ class Axes:
         """
         replicas = _replicas(cells_of(mesh, config.tp_size), config)
         torch_compat.forget_old_groups(default_group())
-        choice = _exchange_of(config, device)
+        choice, plain = _exchange_of(config, device), plain_choice(device)
         tensor_size = len(replicas[0][0])
 
         def make(how: str, ranks: Sequence[int], counted: Ledger = ledger) -> Collectives:
@@ -96,18 +96,18 @@ class Axes:
             _agree_on(config, everyone)
             same_rows = tensor = make(choice, everyone.ranks[everyone.rank : everyone.rank + 1])
         else:
-            everyone = make("pairwise", [rank for row in replicas for cell in row for rank in cell])
+            everyone = make(plain, [rank for row in replicas for cell in row for rank in cell])
             _agree_on(config, everyone)
             own = everyone.ranks[everyone.rank]
             row, shard, place = _place_of(own, replicas)
             cut = make(choice, [cell[place] for cell in replicas[row]])
             cut = _like_all(cut, choice, everyone, make)
-            same_rows = make("pairwise", [each[shard][place] for each in replicas])
+            same_rows = make(plain, [each[shard][place] for each in replicas])
             data, holders = cut, everyone
             if len(replicas) > 1:
-                data = make("pairwise", [cell[place] for each in replicas for cell in each])
-                holders = make("pairwise", [rank for cell in replicas[row] for rank in cell])
-            tensor = make("pairwise", replicas[row][shard], ledger.along("tensor axis"))
+                data = make(plain, [cell[place] for each in replicas for cell in each])
+                holders = make(plain, [rank for cell in replicas[row] for rank in cell])
+            tensor = make(plain, replicas[row][shard], ledger.along("tensor axis"))
             if tensor_size == 1:
                 data = everyone
                 holders = cut
@@ -145,9 +145,9 @@ def _like_all(cut: Collectives, choice: str, everyone: Collectives, make: _Meet)
         reason = f"auto: {_NOT_ALL_SHARE}" if choice == "auto" else ""
         if choice == "host":
             logger.warning("collectives: host cannot be had here, but pairwise: %s", _NOT_ALL_SHARE)
-    pairwise = make("pairwise", cut.ranks)
-    pairwise.reason = reason
-    return pairwise
+    plain = make(plain_choice(cut.device), cut.ranks)
+    plain.reason = reason
+    return plain
 
 
 def _agree_on(config: ZeroConfig, everyone: Collectives) -> None:
@@ -199,7 +199,7 @@ def _nearby(cut: Collectives, config: ZeroConfig, device: torch.device, ledger: 
             f"wire.secondary is {size}, which does not divide the {cut.num_ranks} ranks that parameters are cut over"
         )
     first = cut.rank // size * size
-    nearby = make("native" if cut.name == "native" else "pairwise", cut.ranks[first : first + size])
+    nearby = make("native" if cut.name == "native" else plain_choice(device), cut.ranks[first : first + size])
     hosts = {number for (number,) in nearby.agree([host_number()], "the host of a second copy")}
     if len(hosts) > 1 and nearby.rank == 0:
         logger.warning(

@@ -8,6 +8,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,11 @@ logger = logging.getLogger(__name__)
 _BY_NAME: dict[str, Callable[[Axis], Collectives]] = {
     each.name: each for each in (PairwiseCollectives, NativeCollectives)
 }
+
+
+def plain_choice(device: torch.device) -> Literal["native", "pairwise"]:
+    """What serves ranks that send each other what lives on a device, where nothing else is asked for."""
+    return "pairwise" if device.type == "cpu" else "native"
 
 
 def make_collectives(

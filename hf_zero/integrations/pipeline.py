@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from hf_zero.checkpoint.files.model_plan import plan_model, source_of
 from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.checkpoint.ranks.cooperative import shares_folder, write_plan
+from hf_zero.comm.select import plain_choice
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
@@ -192,7 +193,7 @@ def save_stages(models: Sequence[PreTrainedModel], template: PreTrainedModel, fo
     if None in engines:
         raise UsageError("save_stages: a stage has no engine: call shard_model on it first")
     own = next(engine.world for engine in engines if engine is not None)
-    config = ZeroConfig(stage=1, collectives="pairwise", checkpoint_files=own.config.checkpoint_files)
+    config = ZeroConfig(stage=1, collectives=plain_choice(own.device), checkpoint_files=own.config.checkpoint_files)
     everyone = World.create(config, own.device)
     what = f"preparing {folder}"
 
