@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import re
 import tomllib
@@ -40,6 +41,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArgum
 from transformers.distributed.mixin import DistributedMixin
 from transformers.generation.utils import GenerationMixin
 
+COMPOSABLE = importlib.import_module("torch.distributed._composable.replicate")
 ROOT = Path(__file__).parents[1]
 
 
@@ -69,6 +71,13 @@ QUANTISED = [
     Seam(bitsandbytes.autograd._functions.MatMul4Bit, "forward", "ctx.tensors = (None, B)", "nodes keep the bytes"),
 ]
 TORCH = [
+    Seam(
+        COMPOSABLE,
+        "",
+        "_localize_dtensor(module, ignored_params=ignored_params)",
+        "wrappers: refused before it takes rows for parameters",
+    ),
+    Seam(COMPOSABLE, "", "import _localize_dtensor", "wrappers: looked up at the call"),
     Seam(DTensor, "__new__", "", "rows_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
     Seam(
         torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"

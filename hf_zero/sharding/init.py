@@ -17,7 +17,7 @@ from hf_zero.changes import Changes, undo_all
 from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
-from hf_zero.sharding import adapters, foreign_files, model_methods, parametrizations
+from hf_zero.sharding import model_methods, other_libraries
 from hf_zero.sharding.active import pausable, paused
 from hf_zero.sharding.construct import Cutter
 from hf_zero.sharding.cutting import partition_whole, raise_to_master
@@ -62,9 +62,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._config is None:
             return self
-        adapters.install()
-        foreign_files.install()
-        parametrizations.install()
+        other_libraries.install()
         world = self._world = World.create(self._config, default_device(), self._mesh)
         with ExitStack() as stack:
             stack.enter_context(paused(None))
@@ -155,9 +153,7 @@ def activate(config: ZeroConfig, device: torch.device) -> None:
     if _active and _active[-1].config == config and _active[-1].world.belongs_to(group):
         return
     _undo_activation()
-    adapters.install()
-    foreign_files.install()
-    parametrizations.install()
+    other_libraries.install()
     _active.append(_Activation(config, device))
 
 

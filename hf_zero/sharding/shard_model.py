@@ -18,7 +18,7 @@ from hf_zero.engine.parameters.records import at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.sharding import adapters, foreign_files, model_methods, parametrizations
+from hf_zero.sharding import model_methods, other_libraries
 from hf_zero.sharding.checks import (
     check_model,
     refuse_other_ranks,
@@ -57,9 +57,7 @@ def shard_model(
 
     Source: ZeRO (arXiv:1910.02054).
     """
-    adapters.install()
-    foreign_files.install()
-    parametrizations.install()
+    other_libraries.install()
     engine = engine_of(model)
     if engine is not None and all(engine.find(at_rest(found.param)) is not None for found in find_parameters(model)):
         if config is not None and ZeroConfig.load(config) != engine.world.config:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -59,6 +60,18 @@ def test_model_wrapped_by_ddp_or_fsdp_raises() -> None:
     for model in (DistributedDataParallel(Net()), fully_shard(Net())):
         with pytest.raises(zero.PartitionError, match=r"DistributedDataParallel|FSDPModule"):
             zero.shard_model(model, zero.ZeroConfig(stage=3))
+
+
+@on_ranks(2, stage=[0, 1, 3])
+def test_wrappers_of_torch_around_a_partitioned_child_are_refused_by_name(stage: int) -> None:
+    model = nn.Sequential(Net(), nn.Linear(3, 3))
+    zero.shard_model(model[0], {"stage": stage})
+    for wrap in (DistributedDataParallel, lambda each: replicate(each)(batch(0, 0))):
+        with pytest.raises(zero.PartitionError, match=r"around (DDP)?Sequential, of which Net '0' is partitioned"):
+            wrap(model)
+    with pytest.raises(zero.PartitionError, match="DistributedDataParallel around Net"):
+        DistributedDataParallel(model[0])
+    DistributedDataParallel(model[1])(batch(0, 0)).sum().backward()
 
 
 class Phased(Net):

@@ -1,0 +1,11 @@
+"""What the three public doors (`Init`, `shard_model`, `activate`) change of other libraries, and `undo` puts back."""
+
+from __future__ import annotations
+
+from hf_zero.sharding import adapters, foreign_files, parametrizations, wrappers
+
+
+def install() -> None:
+    """Change what has not been changed yet."""
+    for each in (adapters, foreign_files, parametrizations, wrappers):
+        each.install()
