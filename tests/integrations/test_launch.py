@@ -8,16 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import yaml
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainingArguments
 
 import hf_zero as zero
 from hf_zero import run
 from hf_zero.cli import configure
 from hf_zero.cli import main as cli
-from tests.ranks import ENVIRONMENT, run_alone
+from hf_zero.integrations import everywhere
+from tests.ranks import ENVIRONMENT, on_ranks, run_alone
 
 TRAINER = """
 import json, sys, torch
@@ -137,6 +141,21 @@ def _make_an_accelerator_of_its_own() -> str:
 
 def test_an_accelerator_that_would_train_without_zero_is_refused() -> None:
     assert "Mine is an Accelerator of its own" in run_alone(_make_an_accelerator_of_its_own)
+
+
+@on_ranks(2)
+def test_a_script_that_wraps_its_model_in_ddp_hears_of_it_at_once() -> None:
+    os.environ["HF_ZERO_CONFIG"] = '{"stage": 3}'
+    everywhere.switch_on()
+    try:
+        with mock.patch.object(everywhere, "number_of_engines", lambda: 0):
+            with pytest.raises(zero.UsageError, match="DistributedDataParallel wraps Linear"):
+                DistributedDataParallel(torch.nn.Linear(2, 2))
+            DistributedDataParallel(zero.leave_whole(torch.nn.Linear(2, 2)))
+        with mock.patch.object(everywhere, "number_of_engines", lambda: 1):
+            DistributedDataParallel(torch.nn.Linear(2, 2))
+    finally:
+        zero.undo()
 
 
 def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> None:
