@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_quantised
 from hf_zero.engine.parameters.records import is_gathered
@@ -29,6 +30,7 @@ def check_model(model: nn.Module) -> None:
     device_map: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
     if len(set(device_map.values())) > 1:
         raise PartitionError(f"{name} is spread over {device_map}: load it without device_map")
+    refuse_lazy(model)
     devices = {str(param.device) for param in model.parameters()}
     whole = {str(param.device) for param in model.parameters() if not isinstance(param, DTensor)}
     if len(whole) > 1:
@@ -49,6 +51,16 @@ def check_model(model: nn.Module) -> None:
         if isinstance(param, DTensor) and world_of(param) is None and not is_on_tensor_axis(param):
             raise PartitionError(
                 f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise a `PartitionError` for parameters that are made by the first forward (`nn.LazyLinear`)."""
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise PartitionError(
+                f"{name} of {type(model).__name__} has no shape yet (a lazy module): run a forward with an example first, "
+                "under torch.no_grad(), as for DistributedDataParallel"
             )
 
 

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -252,6 +253,7 @@ class Cutter:
             not self.world.partitions
             or not (self._cuts or self._reads_file)
             or param is None
+            or is_lazy(param)
             or param.is_meta
             or self._is_paused
             or threading.get_ident() != self._thread

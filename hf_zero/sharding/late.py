@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from hf_zero.engine.engine import ZeroEngine, engine_of, live_engines
 from hf_zero.engine.modules.float32 import find_modules
@@ -26,6 +27,7 @@ from hf_zero.sharding import model_methods
 from hf_zero.sharding.checks import (
     agree_on_model,
     check_quantised,
+    refuse_lazy,
     refuse_parameters_in_lists,
     refuse_sparse_gradients,
     refuse_whole_for_a_while,
@@ -44,6 +46,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     find_modules(model, world.config)
     check_offload(world)
     refuse_whole_for_a_while(model)
+    refuse_lazy(model)
     hear_of_steps()
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
@@ -99,6 +102,8 @@ class LateEngine:
         is_run = _is_run(module)
         if not is_run and self.world.partitions and not any(isinstance(p, DTensor) for p in module.parameters()):
             return None  # inside `GatheredParameters`: the next forward outside makes the engine
+        if not torch.is_grad_enabled() and any(map(is_lazy, module.parameters())):
+            return None  # lazy modules see an example
         engine = None if is_run else self._start(module)
         self._is_done = True
         for handle in self.inside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -200,3 +201,48 @@ def test_part_that_is_called_by_itself_sees_what_the_model_has_got(stage: int) -
     (sum(reference(batch(0, each)).pow(2).mean() for each in range(2)) / 2).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+
+
+# --- lazy modules ---------------------------------------------------------------------------------------------------
+
+
+def _lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@on_ranks(2, stage=[0, 1, 3])
+def test_lazy_modules_see_an_example_before_they_are_partitioned(stage: int) -> None:
+    reference, model = _lazy(), _lazy()
+    with pytest.raises(zero.PartitionError, match=r"0\.weight of Sequential has no shape yet"):
+        zero.shard_model(model, {"stage": stage})
+    with zero.Init({"stage": stage}):
+        constructed = _lazy()
+    with pytest.raises(zero.PartitionError, match="no shape yet"):
+        constructed(batch(0, 0))
+    with torch.no_grad():
+        for each in (reference, model, constructed):
+            each(batch(0, 0))
+    zero.shard_model(model, {"stage": stage})
+    ranks = range(dist.get_world_size())
+    for each in (model, constructed):
+        each(batch(0, 0))  # makes the engine
+        each.load_state_dict(reference.state_dict())
+        oracle = copy.deepcopy(reference)
+        train(each, sgd(each), square_loss, batch)
+        train(oracle, sgd(oracle), square_loss, batch, ranks=ranks)
+        for p, q in zip(each.parameters(), oracle.parameters(), strict=True):
+            torch.testing.assert_close(whole(p), q.detach(), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_block_compiled_as_one_graph_is_told_what_to_compile() -> None:
+    model = Net()
+    reference = copy.deepcopy(model)
+    zero.shard_model(model, {"stage": 3})
+    model.blocks[1].compile(fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"block\.forward = torch\.compile"):
+        model(batch(0, 0))
+    model.blocks[1]._compiled_call_impl = None
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="eager")
+    torch.testing.assert_close(model(batch(0, 0)), reference(batch(0, 0)))

@@ -28,6 +28,11 @@ from hf_zero.errors import UsageError
 
 _OWN_REFERENCES = 2  # to a whole tensor, after its call: that of the list, and that of the call that counts
 
+_FULLGRAPH = (  # torch shows it where a whole call is to be one graph
+    "hf_zero makes parameters whole around a module's call, outside of compiled graphs: leave fullgraph out, or compile what "
+    "runs inside, `block.forward = torch.compile(block.forward, fullgraph=True)`"
+)
+
 
 class _Gather(torch.autograd.Function):
     """Hands out whole parameters; its backward gets all their gradients at once."""
@@ -173,7 +178,7 @@ class Hook:
     """
 
     def __init__(self, call: Callable[..., Any] | None, copied_as: Any = None) -> None:
-        self._call = None if call is None else torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        self._call = None if call is None else torch.compiler.disable(call, reason=_FULLGRAPH)  # type: ignore[no-untyped-call]
         self.copied_as = copied_as
 
     def __call__(self, *args: Any) -> Any:
