@@ -28,6 +28,7 @@ _FACTORIES = frozenset(("new_empty", "new_zeros", "new_ones", "new_full", "new_e
 _DRAWS_UNREAD = frozenset(
     ("normal_", "uniform_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_", "bernoulli_")
 )
+_VIEWS_UNSAID = ("unsafe_split", "unsafe_split_with_sizes")  # of the same memory, though autograd is not told
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
@@ -54,7 +55,7 @@ def kind_of(func: Any) -> Kind:
         return Kind.ALIAS
     if torch.Tag.inplace_view in func.tags or name in ("set_", "resize_", "resize_as_"):
         return Kind.SHAPE
-    if func.is_view:
+    if func.is_view or name in _VIEWS_UNSAID:
         return Kind.VIEW
     if name in _FACTORIES:
         return Kind.FACTORY

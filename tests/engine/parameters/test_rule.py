@@ -39,6 +39,15 @@ def test_lists_that_are_not_put_together_by_element_are_whole() -> None:
 
 
 @on_ranks(2)
+def test_parts_that_torch_does_not_call_views_are_views() -> None:
+    plain = torch.randn(5, 4)
+    rest = _at_rest(plain, _world())
+    rest.unsafe_chunk(2)[1].mul_(2)
+    plain.unsafe_chunk(2)[1].mul_(2)
+    torch.testing.assert_close(rest.full_tensor(), plain)
+
+
+@on_ranks(2)
 def test_a_view_that_an_operator_would_resize_is_refused() -> None:
     rest = _at_rest(torch.randn(1, 1), _world())
     for shown in (rest[0], rest):
