@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
+from hf_zero.engine.ranks.world import own_rows
 
 STAGES, SHARDED, EXCHANGES = (0, 1, 2, 3), (1, 2, 3), ("pairwise", "host")
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -78,9 +80,13 @@ NEAR, SAME_BITS = Near(), Near(0.0, 0.0)
 
 
 def assert_same(actual: nn.Module, expected: nn.Module, near: Near = NEAR) -> None:
-    """All parameters of two models are equal."""
+    """All parameters of two models are equal: of partitioned ones, on every rank the rows that it holds."""
     for (name, left), (_, right) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
-        near(whole(left), right.detach(), name)
+        if isinstance(left, PartitionedTensor):
+            assert left.shape == right.shape, name
+            near(left.rows, own_rows(right.detach(), left), name)
+        else:
+            near(whole(left), right.detach(), name)
 
 
 class Twins:
