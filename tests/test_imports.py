@@ -1,6 +1,7 @@
 """Dependencies point one way, and the package is quick to import."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ class _Imports(ast.NodeVisitor):
         self.names.update(f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def _modules() -> dict[str, Path]:
     """The files of hf_zero by name; packages' `__init__` are left out when empty."""
     found = {".".join(path.relative_to(_PACKAGE).with_suffix("").parts): path for path in _PACKAGE.rglob("*.py")}

@@ -16,12 +16,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import hf_zero as zero
 from hf_zero.engine.ranks.world import World, world_that_cut
-from tests.engine.twins import ALL_STAGES, Net, Twins, assert_same, batch, square_loss, whole
-from tests.ranks import on_ranks, run_ranks
-
-_SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])
-_EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
-
+from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, assert_same, batch, square_loss, whole
+from tests.ranks import on_ranks
 
 # ---- edits -----------------------------------------------------------------------------------------------------------
 
@@ -78,9 +74,7 @@ def _rows_of_the_other_dim(model: nn.Module) -> None:
 _EDITS = [_mul, _data, _foreach, _assign_data, _vector, _alias_kept, _rows_of_the_other_dim]
 
 
-@_EXCHANGES
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
 def test_edits_by_hand_mean_what_they_mean_on_the_plain_model(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives, timeout_s=20)
     for edit in _EDITS:
@@ -91,9 +85,7 @@ def test_edits_by_hand_mean_what_they_mean_on_the_plain_model(stage: int, collec
             twins.step()
 
 
-@_EXCHANGES
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
 def test_an_optimizer_written_by_hand_trains(stage: int, collectives: str) -> None:
     def step(model: nn.Module) -> None:
         for param in model.parameters():
@@ -108,8 +100,7 @@ def test_an_optimizer_written_by_hand_trains(stage: int, collectives: str) -> No
         twins.steps_done += 1
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_random_edits_draw_what_the_plain_model_would_draw(stage: int) -> None:
     def redraw(model: nn.Module) -> None:
         torch.manual_seed(3)
@@ -123,8 +114,7 @@ def test_random_edits_draw_what_the_plain_model_would_draw(stage: int) -> None:
     twins.step()
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_edits_of_slices_arrive_and_those_that_would_be_lost_raise(stage: int) -> None:
     twins = Twins(stage)
     weight = twins.model.head.weight
@@ -165,8 +155,7 @@ def _swap(model: nn.Module, others: dict[str, Tensor]) -> None:
             others[name] = before
 
 
-@_SHARDED
-@on_ranks(2, timeout_s=120)
+@on_ranks(2, timeout_s=120, stage=SHARDED)
 def test_averages_swapped_in_and_out_never_reach_a_peer_that_still_computes(stage: int) -> None:
     twins = Twins(stage, Slow, collectives="host", timeout_s=30)
     models = (twins.model, twins.reference)
@@ -181,8 +170,7 @@ def test_averages_swapped_in_and_out_never_reach_a_peer_that_still_computes(stag
         twins.step()
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_frozen_parameters_changed_inside_gathered_parameters_are_new_on_every_rank(stage: int) -> None:
     def make() -> nn.Module:
         model = Net()
@@ -210,8 +198,7 @@ def _values_of(model: nn.Module) -> list[Tensor]:
     return [value for value in model.state_dict().values() if value.is_floating_point()]
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_averages_of_parameters_and_buffers_together(stage: int) -> None:
     torch.manual_seed(0)
     plain = _with_statistics()
@@ -261,14 +248,8 @@ def _accumulate(twins: Twins, order: str, between: Callable[[nn.Module], None] |
     twins.update()
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("order", ["ns", "snns", "nsns", "ssnnns"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_order_of_sync_and_no_sync_accumulates_as_ddp_does(num_ranks: int, order: str, stage: int) -> None:
-    run_ranks(_accumulates, num_ranks, order, stage)
-
-
-def _accumulates(order: str, stage: int) -> None:
+@on_ranks(2, 3, order=["ns", "snns", "nsns", "ssnnns"], stage=[0, 1])
+def test_every_order_of_sync_and_no_sync_accumulates_as_ddp_does(order: str, stage: int) -> None:
     twins = Twins(stage, compute_dtype="float32")
     _accumulate(twins, order)
     _accumulate(twins, order, _halve_gradients)
@@ -279,8 +260,7 @@ def _halve_gradients(model: nn.Module) -> None:
         param.grad.mul_(0.5)
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_hooks_of_parameters_see_and_change_gradients(stage: int) -> None:
     twins = Twins(stage)
     calls: list[str] = []
@@ -317,8 +297,7 @@ def test_a_model_whose_hooks_know_it_goes_when_nobody_holds_it(stage: int) -> No
     assert world() is None
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_optimizer_in_backward_trains(stage: int) -> None:
     twins = Twins(stage)
 
@@ -346,8 +325,7 @@ def test_optimizer_in_backward_trains(stage: int) -> None:
         assert_same(twins.model, twins.reference)
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_backward_gives_gradients_to_the_inputs_named_and_grad_is_refused(stage: int) -> None:
     twins = Twins(stage)
     for _ in range(2):
@@ -377,8 +355,7 @@ def test_gradients_under_no_sync_are_cleared_by_fused_optimizers() -> None:
     twins.step()
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_whole_states_of_a_plain_adam_are_cut_when_they_are_loaded(stage: int) -> None:
     twins = Twins(stage)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (twins.model, twins.reference)]
@@ -398,9 +375,7 @@ def test_whole_states_of_a_plain_adam_are_cut_when_they_are_loaded(stage: int) -
         optimizers[0].step()
 
 
-@_EXCHANGES
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED, collectives=EXCHANGES)
 def test_steps_that_change_other_parameters_or_run_the_model_are_seen(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives, timeout_s=20)
     twins.optimizers = []

@@ -11,12 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero.engine.units.residency import Tenure
-from tests.engine.twins import ALL_STAGES, Block, Net, Twins, batch, square_loss
+from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Block, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
-
-_SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])
-_EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
-
 
 # ---- what leaves a call ----------------------------------------------------------------------------------------------
 
@@ -71,9 +67,7 @@ class Escaping(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED, prefetch_bytes=[0, 2**20])
 def test_values_that_leave_a_call_by_any_way_are_never_read_from_released_memory(
     stage: int, prefetch_bytes: int
 ) -> None:
@@ -166,8 +160,7 @@ def _interrupted() -> nn.Module:
     return model
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_training_goes_on_after_ctrl_c_in_a_forward(stage: int) -> None:
     twins = Twins(stage, _interrupted)
     twins.step()
@@ -187,8 +180,7 @@ def _new_optimizers(twins: Twins) -> Iterator[None]:
     twins.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (twins.model, twins.reference)]
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_new_heads_children_and_ties_are_noticed_at_the_next_forward(stage: int) -> None:
     twins = Twins(stage)
     twins.step()
@@ -209,8 +201,7 @@ def test_new_heads_children_and_ties_are_noticed_at_the_next_forward(stage: int)
     twins.step(2)
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_what_is_assigned_frozen_or_converted_between_passes_stays(stage: int) -> None:
     twins = Twins(stage)
     twins.step()
@@ -245,8 +236,7 @@ class InPlace(nn.Module):
         return self.up(x)
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_a_frozen_block_may_change_its_input_in_place(stage: int) -> None:
     def make() -> nn.Module:
         model = Net()
@@ -287,8 +277,7 @@ def _careless() -> nn.Module:
     return model
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_changes_of_what_a_backward_needs_are_errors(stage: int) -> None:
     """As in torch: what was saved for it has another version then."""
     for how in ("weight", "activation"):
@@ -319,9 +308,7 @@ def _net_on_host() -> nn.Module:
         return Net()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@_EXCHANGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
 def test_tensors_that_say_no_device_are_the_users_only(stage: int, collectives: str) -> None:
     with torch.device("meta"):
         twins = Twins(stage, _net_on_host, draw=_on_host, collectives=collectives)
@@ -355,10 +342,7 @@ class Complex(nn.Module):
         return (x.to(weight.dtype) @ weight.mT).abs().sum() + (x @ pair).tanh().sum() + self.bias.sum() * x.mean()
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
-@_EXCHANGES
-@_SHARDED
-@on_ranks(3)
+@on_ranks(3, stage=SHARDED, collectives=EXCHANGES, prefetch_bytes=[0, 2**20])
 def test_gradients_that_are_not_contiguous_are_reduced_as_they_are_read(
     stage: int, collectives: str, prefetch_bytes: int
 ) -> None:
@@ -382,10 +366,7 @@ class Functional(nn.Module):
         return self.head(total * self.block(x))
 
 
-@pytest.mark.parametrize("prefetch_bytes", [0, 2**20])
-@_EXCHANGES
-@_SHARDED
-@on_ranks(3)
+@on_ranks(3, stage=SHARDED, collectives=EXCHANGES, prefetch_bytes=[0, 2**20])
 def test_a_block_called_with_other_weights_in_a_forward_has_its_own_afterwards(
     stage: int, collectives: str, prefetch_bytes: int
 ) -> None:

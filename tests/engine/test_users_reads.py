@@ -11,12 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero as zero
-from tests.engine.twins import ALL_STAGES, Net, Twins, batch, square_loss
+from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks, run_ranks
-
-_SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])
-_EXCHANGES = pytest.mark.parametrize("collectives", ["pairwise", "host"])
-
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
 
@@ -63,9 +59,7 @@ class Reader(nn.Module):
 
 @pytest.mark.parametrize("checkpointing", ["", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("prefetch_bytes", [0, pytest.param(2**20, marks=pytest.mark.slow)])
-@_EXCHANGES
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED, collectives=EXCHANGES)
 def test_parameters_read_outside_their_modules_are_whole_and_trained(
     stage: int, collectives: str, prefetch_bytes: int, checkpointing: str
 ) -> None:
@@ -80,8 +74,7 @@ def test_parameters_read_outside_their_modules_are_whole_and_trained(
     assert isinstance(twins.model.head.weight, DTensor)  # at rest
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_full_tensor_and_computed_values_outside_a_forward_are_whole_and_reduced(stage: int) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         hidden = model.blocks(x) if isinstance(model.blocks, nn.Sequential) else model(x)
@@ -99,8 +92,7 @@ def test_full_tensor_and_computed_values_outside_a_forward_are_whole_and_reduced
     twins.step()
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_functional_call_is_refused_and_leaves_the_model_alone(stage: int) -> None:
     twins = Twins(stage)
     twins.step()
@@ -136,8 +128,7 @@ def _train_penalised(stage: int, **config: Any) -> None:
     large.backward()  # computed from a whole parameter
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_regulariser_over_all_parameters_is_part_of_the_loss(stage: int) -> None:
     _train_penalised(stage)
 
@@ -154,8 +145,7 @@ class _Penalising(Net):
         return super().forward(x).pow(2).mean() + 0.1 * sum(p.pow(2).sum() for p in self.blocks.parameters())
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_regulariser_inside_the_forward_is_part_of_the_loss(stage: int) -> None:
     Twins(stage, _Penalising, lambda model, x: model(x)).step(3)
 
@@ -176,8 +166,7 @@ def _penalised_few(model: nn.Module, x: Tensor) -> Tensor:
     return square_loss(model, x) + sum(0.1 * p.square().sum() for p in (model.scale, model.shift))
 
 
-@_SHARDED
-@on_ranks(3)
+@on_ranks(3, stage=SHARDED)
 def test_regulariser_of_parameters_with_fewer_rows_than_ranks_is_part_of_the_loss(stage: int) -> None:
     twins = Twins(stage, _Few, _penalised_few)
     twins.step(2)
@@ -202,8 +191,7 @@ def _numbers(model: nn.Module) -> list[float]:
     return found
 
 
-@ALL_STAGES
-@on_ranks(2)
+@on_ranks(2, stage=STAGES)
 def test_numbers_are_those_of_the_whole_tensor(stage: int) -> None:
     twins = Twins(stage, timeout_s=20)
     for _ in range(2):
@@ -231,8 +219,7 @@ def _with_statistics() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
-@_SHARDED
-@on_ranks(2)
+@on_ranks(2, stage=SHARDED)
 def test_what_needs_whole_tensors_gathers_them(stage: int) -> None:
     model, plain = _with_statistics(), _with_statistics()
     plain.load_state_dict(model.state_dict())
