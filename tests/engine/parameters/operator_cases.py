@@ -180,6 +180,8 @@ def _has_form(op: Any, sample: Any, way: Way) -> bool:
         return False
     if way.out and (not op.supports_out or op.name.startswith("_foreach")):
         return False
+    if way.out and op.name == "linalg.matrix_rank":
+        return False  # writes nothing into `out` where an operand is of any subclass of `Tensor`
     return way.puts not in ("first", "others") or sum(map(_is_put, pytree.tree_leaves(_operands(sample)))) > 1
 
 
