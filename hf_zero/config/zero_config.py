@@ -83,7 +83,8 @@ class ZeroConfig:
             backward uses them first; one unit at least, whatever its size. 0: none.
         bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
             rounds of at most this size.
-        compute_dtype: dtype that modules compute in; "auto": the parameter's own, or the Trainer's bf16 or fp16 flag.
+        compute_dtype: dtype that modules compute in; "auto": the parameter's own, or that of the Trainer's bf16 or fp16 flag
+            (in stage 0 these mean autocast, as under DDP).
         keep_fp32: classes of modules ("LlamaRMSNorm"), or their names with wildcards ("*.router"), that compute in float32
             all the same, with all that is in them; see `hf_zero.engine.modules.float32`.
         loss_scale: how the loss is scaled where the compute dtype is float16; also accepts its YAML forms.

@@ -280,7 +280,9 @@ class ZeroEngine:
         return late.start_inside(model, module, args, kwargs)
 
     def _cast(self) -> ZeroParameter | None:
-        """A parameter whose dtype users have changed: `model.double()`, `.half()`."""
+        """A parameter whose dtype users have changed (`model.double()`, `.half()`), if that matters to this forward."""
+        if isinstance(self.backward, PlainBackward) and not torch.is_grad_enabled():
+            return None  # an evaluation computes with parameters as they are now
         return next((p for p in self.parameters if p.param.dtype != p.dtype_at_rest), None)
 
     def _check_dtypes(self) -> None:

@@ -55,8 +55,13 @@ def _is_gathered_twice(engine: ZeroEngine, unit: Unit) -> bool:
     return not is_kept and any(map(reads_in_backward, unit.entries))
 
 
-def summary(engine: ZeroEngine) -> str:
-    """At most 15 lines about a partitioned model, for rank 0 to show when training starts."""
+def summary(engine: ZeroEngine, mixed_precision: str = "no") -> str:
+    """At most 15 lines about a partitioned model, for rank 0 to show when training starts.
+
+    Args:
+        engine: of the model.
+        mixed_precision: accelerate's word for the autocast that is on in forwards.
+    """
     world, config = engine.world, engine.world.config
     states = model_states(engine)
     total = sum(p.param.numel() for p in engine.parameters)
@@ -67,8 +72,6 @@ def summary(engine: ZeroEngine) -> str:
         exchange += f" ({collectives.reason})"
     if world.num_ranks > 1 and config.reduce_scatter is not True:
         exchange += f", reduce_scatter: {str(config.reduce_scatter).lower()}"
-    dtypes = sorted({str(p.compute_dtype).removeprefix("torch.") for p in engine.parameters})
-    rest = sorted({str(p.param.dtype).removeprefix("torch.") for p in engine.parameters if p.param.requires_grad})
     units = (
         f"{len(engine.units)}" if engine.units else "none needed (every rank computes with its own whole parameters)"
     )
@@ -77,7 +80,7 @@ def summary(engine: ZeroEngine) -> str:
         ("exchange", exchange),
         ("units", units),
         ("parameters", f"{total:,} ({trainable:,} trainable)"),
-        ("dtypes", f"compute {', '.join(dtypes)}; optimizer updates {', '.join(rest) or 'nothing'}"),
+        ("dtypes", _dtypes(engine, mixed_precision)),
         ("a rank: parameters", _mib(states.parameters)),
         ("a rank: gradients", _mib(states.gradients)),
         ("a rank: optimizer", f"{_mib(states.optimizer)} (two states, as Adam)"),
@@ -98,6 +101,17 @@ def summary(engine: ZeroEngine) -> str:
     if hybrid:
         rows.append(("between hosts", hybrid))
     return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
+
+
+def _dtypes(engine: ZeroEngine, mixed_precision: str) -> str:
+    computed = {p.compute_dtype for p in engine.parameters}
+    updated = {p.param.dtype for p in engine.parameters if p.param.requires_grad}
+    compute, update = (", ".join(sorted(str(each).removeprefix("torch.") for each in s)) for s in (computed, updated))
+    if computed in ({torch.bfloat16}, {torch.float16}):
+        compute += ", norms too (see keep_fp32)"  # which autocast, in stage 0, leaves in float32
+    elif mixed_precision != "no" and not engine.world.config.policy.shards_optimizer:
+        compute += f", autocast to {mixed_precision} (as DDP)"
+    return f"compute {compute}; optimizer updates {update or 'nothing'}"
 
 
 def _axes(world: World) -> str:

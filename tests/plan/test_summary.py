@@ -131,7 +131,7 @@ def test_the_text_is_short_and_names_what_counts() -> None:
     assert "stage               3, world size 2" in text
     assert "pairwise on gloo" in text
     assert f"{NUMEL:,} ({NUMEL:,} trainable)" in text
-    assert "compute bfloat16; optimizer updates float32" in text
+    assert "compute bfloat16, norms too (see keep_fp32); optimizer updates float32" in text
 
 
 @on_ranks(RANKS, stage=[1, 3])
@@ -175,3 +175,10 @@ def test_the_text_says_what_replicas_would_save_between_hosts_and_cost() -> None
     row = next(line for line in text.splitlines() if "between hosts" in line)
     assert f"with replicate: 2, {moved / 2**20:.1f} MiB and {sharded / 2**20:.1f} MiB more memory a rank" in row
     assert "between hosts" not in other  # it has them
+
+
+@on_ranks(RANKS)
+def test_autocast_is_named_where_it_decides() -> None:
+    engine = zero.shard_model(Stack(WIDTH, BLOCKS), zero.ZeroConfig(stage=0))
+    assert "compute float32, autocast to bf16 (as DDP); optimizer updates float32" in summary(engine, "bf16")
+    assert "autocast" not in summary(engine)

@@ -77,10 +77,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     Args:
         *args: as for `Accelerator`.
         zero_plugin: what to partition with; by default the file that HF_ZERO_CONFIG names.
-        **kwargs: as for `Accelerator`. With `mixed_precision` "bf16" or "fp16", a `compute_dtype` of "auto" becomes that; a
-            `compute_dtype` of float16 means `mixed_precision="fp16"`, where the loss is scaled, on CPUs too. With a
-            `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut over S ranks, R times; with
-            `tp_size=T`, T ranks share every layer.
+        **kwargs: as for `Accelerator`. With `mixed_precision` "bf16" or "fp16", a `compute_dtype` of "auto" becomes that (in
+            stage 0 autocast is used, as under DDP); a `compute_dtype` of float16 means `mixed_precision="fp16"`, where the
+            loss is scaled, on CPUs too. With a `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut
+            over S ranks, R times; with `tp_size=T`, T ranks share every layer.
 
     Raises:
         ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed or Megatron-LM.

@@ -16,6 +16,9 @@ _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 def with_mixed_precision(config: ZeroConfig, mixed_precision: str) -> ZeroConfig:
     """The configuration under accelerate's `mixed_precision`, which says what a `compute_dtype` of "auto" means.
 
+    From stage 1 on, all modules compute in that dtype, so that no more than its bytes are gathered and kept. Stage 0 is plain
+    data parallelism: float32 parameters under autocast, which accelerate switches on.
+
     Raises:
         ConfigError: they contradict each other in whether the loss is scaled.
     """
@@ -23,7 +26,7 @@ def with_mixed_precision(config: ZeroConfig, mixed_precision: str) -> ZeroConfig
         raise ConfigError(
             f"compute_dtype is {config.compute_dtype}, but mixed precision is {mixed_precision!r}: keep one of them"
         )
-    if config.compute_dtype == "auto" and mixed_precision in _COMPUTE:
+    if config.compute_dtype == "auto" and mixed_precision in _COMPUTE and config.policy.shards_optimizer:
         return config.replace(compute_dtype=_COMPUTE[mixed_precision])
     return config
 

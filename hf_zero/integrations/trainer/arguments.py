@@ -46,7 +46,8 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
 
     Args:
         zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
-            `bf16=True` or `fp16=True`, a `compute_dtype` of "auto" becomes that; a `compute_dtype` of float16 sets `fp16`.
+            `bf16=True` or `fp16=True`, a `compute_dtype` of "auto" becomes that (in stage 0 autocast is used, as under DDP);
+            a `compute_dtype` of float16 sets `fp16`.
         zero_weights_only: `train(resume_from_checkpoint=...)` starts anew, at step 0 with a fresh optimizer, from the
             weights of the checkpoint.
         zero_any_batch: resume from a checkpoint that was written with another number of samples per step, although
@@ -192,7 +193,11 @@ def _with_tensor_axis(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig
 
 
 def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:
-    """Modules compute in one dtype, in training and in evaluation, so there is nothing left to cast for an evaluation."""
+    """From stage 1 on, modules compute in one dtype, in training and in evaluation, so there is nothing left to cast for an
+    evaluation. In stage 0 the Trainer casts the parameters, as under DDP.
+    """
+    if config.compute_dtype == "auto" and not config.policy.shards_optimizer:
+        return
     for name, dtype in (("bf16_full_eval", "bfloat16"), ("fp16_full_eval", "float16")):
         if not getattr(args, name):
             continue
@@ -258,7 +263,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         """Show what is partitioned, on rank 0."""
         engine = engine_of(_unwrap(model)) if model is not None else None
         if engine is not None and engine.world.rank == 0:
-            sys.stderr.write(summary(engine) + "\n")
+            sys.stderr.write(summary(engine, args.mixed_precision) + "\n")
             self._start = Start.of(engine, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:

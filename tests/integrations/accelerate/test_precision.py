@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 
@@ -146,3 +148,62 @@ def test_mixed_precision_of_the_launcher_is_not_overruled() -> None:
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     with pytest.raises(zero.ConfigError, match="mixed precision is 'bf16'"):
         zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(compute_dtype="float16"))
+
+
+# ---- stage 0 is data parallelism ------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Norms, a buffer, and a loss of the model's own: what autocast treats in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)), ids.roll(1))
+
+
+def losses_and_weights(accelerator: Any, scaler: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Of some steps on two ranks, whose sums have one order; `scaler` is accelerate's own, which there is on GPUs only."""
+    torch.manual_seed(0)
+    model, losses = Normed(), []
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+    for step in range(4):
+        ids = torch.randint(8, (12,), generator=torch.Generator().manual_seed(RANKS * step + dist.get_rank()))
+        if scaler is None:
+            loss = model(ids)
+            accelerator.backward(loss)
+            optimizer.step()
+        else:
+            with torch.autocast("cpu", torch.float16):
+                loss = model(ids)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer.optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.detach().clone() for name, value in accelerator.unwrap_model(model).named_parameters()}
+
+
+@on_ranks(RANKS, mixed_precision=["bf16", "fp16"])
+def test_stage_0_has_the_bits_of_ddp_under_autocast(mixed_precision: str) -> None:
+    scaling = GradScalerKwargs(init_scale=2.0**10)
+    if mixed_precision == "bf16":
+        wanted = losses_and_weights(Accelerator(cpu=True, mixed_precision="bf16"))
+    else:
+        wanted = losses_and_weights(Accelerator(cpu=True), torch.amp.GradScaler("cpu", **scaling.to_kwargs()))
+    AcceleratorState._reset_state(reset_partial_state=False)
+    plugin = zero.ZeroPlugin(stage=0, collectives="pairwise")
+    options = {} if mixed_precision == "bf16" else {"kwargs_handlers": [scaling]}
+    ours = zero.ZeroAccelerator(zero_plugin=plugin, mixed_precision=mixed_precision, **options)
+    found = losses_and_weights(ours)
+    assert found[0] == wanted[0]
+    for name, value in wanted[1].items():
+        assert torch.equal(found[1][name], value), name
