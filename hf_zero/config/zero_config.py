@@ -1,7 +1,6 @@
 """ZeroConfig: what a user asks for, written in a call, a YAML or JSON file, or a DeepSpeed JSON file.
 
-This is the only file that knows stage numbers. It imports neither torch
-nor yaml at the top, so that `--help` stays quick: dtypes are words here.
+It imports neither torch nor yaml at the top, so that `--help` stays quick: dtypes are words here.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from hf_zero.config.deepspeed import translate as deepspeed
 from hf_zero.config.deepspeed.reader import ImportRow
 from hf_zero.config.loss_scale import LossScale
 from hf_zero.config.offload import Offload
+from hf_zero.config.stages import POLICIES, StagePolicy
 from hf_zero.config.units import UnitGrouping
 from hf_zero.config.wire import Wire
 from hf_zero.errors import ConfigError
@@ -42,31 +42,6 @@ COLLECTIVES_VARIABLE = "HF_ZERO_COLLECTIVES"
 """Environment variable: what `collectives: auto` stands for, instead of its rule."""
 
 
-@dataclass(frozen=True)
-class StagePolicy:
-    """What a stage shards over the ranks; what it does not shard stays whole on every rank.
-
-    Attributes:
-        shards_optimizer: each rank holds only its own rows of the optimizer states (and masters).
-        shards_gradients: after every micro-batch, gradients are reduced to each rank's own rows, and stay so.
-        shards_parameters: each rank keeps only its own rows of the parameters; they are gathered for each use.
-
-    Source: ZeRO (arXiv:1910.02054), section 5.
-    """
-
-    shards_optimizer: bool
-    shards_gradients: bool
-    shards_parameters: bool
-
-
-_POLICIES = (
-    StagePolicy(False, False, False),  # 0: data parallelism; the baseline that the others are checked against
-    StagePolicy(True, False, False),  # 1: P_os; one reduce-scatter and one gather per step
-    StagePolicy(True, True, False),  # 2: P_os+g; one reduce-scatter per micro-batch
-    StagePolicy(True, True, True),  # 3: P_os+g+p; parameters are gathered for forward and for backward
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """How a model is partitioned over the ranks; validated on creation.
@@ -85,6 +60,8 @@ class ZeroConfig:
             rounds of at most this size.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or that of the Trainer's bf16 or fp16 flag
             (in stage 0 these mean autocast, as under DDP).
+        cast_forward_inputs: whether floating inputs of the model, and of modules that are units, are cast to `compute_dtype`,
+            where one is set and no autocast is on; as in FSDP2.
         keep_fp32: classes of modules ("LlamaRMSNorm"), or their names with wildcards ("*.router"), that compute in float32
             all the same, with all that is in them; see `hf_zero.engine.modules.float32`.
         loss_scale: how the loss is scaled where the compute dtype is float16; also accepts its YAML forms.
@@ -126,6 +103,7 @@ class ZeroConfig:
     prefetch_bytes: int = 64 * 2**20
     bucket_bytes: int = 64 * 2**20
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    cast_forward_inputs: bool = True
     keep_fp32: tuple[str, ...] = ()
     loss_scale: LossScale = LossScale()
     master_dtype: Literal["auto", "float32"] = "float32"
@@ -212,7 +190,7 @@ class ZeroConfig:
     @property
     def policy(self) -> StagePolicy:
         """What the stage means, for code that must not ask for its number."""
-        return _POLICIES[self.stage]
+        return POLICIES[self.stage]
 
     @property
     def exchange(self) -> str:
@@ -329,12 +307,13 @@ def read_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str]) -> DeepSp
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
-    "stage": partial(values.integer, minimum=0, maximum=len(_POLICIES) - 1, advice="is not a stage; use 0, 1, 2 or 3"),
+    "stage": partial(values.integer, minimum=0, maximum=len(POLICIES) - 1, advice="is not a stage; use 0, 1, 2 or 3"),
     "units": lambda key, value: UnitGrouping.from_value(value),
     "keep_whole_numel": partial(values.count, minimum=0),
     "prefetch_bytes": partial(values.num_bytes, minimum=0),
     "bucket_bytes": partial(values.num_bytes, minimum=1),
     "compute_dtype": partial(values.dtype, words=("auto", "float32", "bfloat16", "float16")),
+    "cast_forward_inputs": values.boolean,
     "keep_fp32": values.names,
     "loss_scale": lambda key, value: LossScale.from_value(value),
     "master_dtype": partial(values.dtype, words=("auto", "float32")),

@@ -19,6 +19,7 @@ from hf_zero.engine.backward.backward import Backward, PlainBackward
 from hf_zero.engine.modules.activations import PartitionedActivations
 from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
 from hf_zero.engine.modules.hooks import Hook, ModuleHooks
+from hf_zero.engine.modules.inputs import CastInputs
 from hf_zero.engine.modules.state_dict import CutStateDict
 from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
@@ -126,6 +127,8 @@ class ZeroEngine:
                 module.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
             )
         self._handles += compute_in_float32(model, self.world.config)
+        self._cast = CastInputs(model, self.world.config, self.world.precision.compute)
+        self._handles += self._cast.register([model, *(entry for unit in self.units for entry in unit.entries)])
         self._structure = Structure(model)
         self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
@@ -214,7 +217,9 @@ class ZeroEngine:
         """Let a forward that is already under way be seen; for an engine made inside it."""
         self._enter_root(module, args, kwargs)
         hooks = self._hooks_of.get(id(module))
-        return None if hooks is None else hooks.before(module, args, kwargs)
+        if hooks is not None:
+            hooks.before(module, args, kwargs)
+        return self._cast(module, args, kwargs)
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._roots and self.gathering.has_nothing_to_do():

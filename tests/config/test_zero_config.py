@@ -50,6 +50,7 @@ def configs(draw: st.DrawFn) -> ZeroConfig:
         prefetch_bytes=draw(st.integers(0, 2**63 - 1)),
         bucket_bytes=draw(st.integers(1, 2**63 - 1)),
         compute_dtype=draw(st.sampled_from(("auto", "float32", "bfloat16", "float16"))),
+        cast_forward_inputs=draw(st.booleans()),
         keep_fp32=tuple(draw(st.lists(st.sampled_from(("LlamaRMSNorm", "*.gate"))))),
         loss_scale=draw(loss_scales),
         master_dtype=draw(st.sampled_from(("auto", "float32"))),
