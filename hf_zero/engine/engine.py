@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -34,12 +33,11 @@ from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import FoundParameter, Structure, find_parameters, group, roots_of
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, tensors_in
-from hf_zero.engine.units.under_way import calls_of, is_function_running
+from hf_zero.engine.units.under_way import calls_of, has_raised, is_function_running, is_peeked_at
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import PartitionError, UsageError
 
 logger = logging.getLogger(__name__)
-
 
 _live_engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
 _numbers: list[int] = []  # of the engines that this process has made
@@ -305,7 +303,7 @@ class ZeroEngine:
         self._roots.pop()
         if self._roots or torch_compat.in_backward():
             return
-        self.gathering.end_reads(has_failed=output is None and sys.exc_info()[1] is not None)
+        self.gathering.end_reads(has_raised(output))
         self.gathering.end_forward()
         if output is None:
             self.gathering.schedule.abandon()
@@ -336,7 +334,7 @@ class ZeroEngine:
     def read(self, param: Tensor) -> Tensor:
         """The whole tensor of a parameter, while a forward or backward is under way; at rest, the parameter itself."""
         p = self._by_param.get(id(param))
-        if p is None or not self._is_running():
+        if p is None or not self._is_running() or is_peeked_at():
             return param
         is_traced = self._is_traced(p)
         self.gathering.keep_written_reads()
@@ -351,8 +349,7 @@ class ZeroEngine:
 
     def read_from(self, tensor: Tensor) -> Tensor:
         """See `Reader.read_from`."""
-        p = self.gathering.reads.parameter_of(tensor)
-        return tensor if p is None else p.param
+        return self.gathering.reads.source_of(tensor)
 
     def _is_traced(self, p: ZeroParameter) -> bool:
         return p.param.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -367,6 +364,10 @@ class ZeroEngine:
         """Put everything at rest, if a forward was under way that Ctrl-C has ended: torch does not run its hooks then."""
         if self._roots and self._thread == threading.get_ident() and not calls_of(self._roots[0]):
             self._abandon_forward()
+
+    def whole_at_hand(self, param: Tensor) -> Tensor | None:
+        """See `Owner.whole_at_hand`."""
+        return self.gathering.whole_at_hand(self._unit_of[id(p := self._by_param[id(param)])], p)
 
     def name_of(self, param: Tensor) -> str:
         """See `Owner.name_of`."""

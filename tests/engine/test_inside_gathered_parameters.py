@@ -25,8 +25,9 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
 
 
-@on_ranks(2, stage=STAGES, collectives=EXCHANGES, chosen=["all", "head"])
-def test_a_step_of_training_inside_is_one_outside(stage: int, collectives: str, chosen: str) -> None:
+@on_ranks(2, stage=STAGES, case=[("pairwise", "head"), ("host", "all")])
+def test_a_step_of_training_inside_is_one_outside(stage: int, case: tuple[str, str]) -> None:
+    collectives, chosen = case
     twins = Twins(stage, collectives=collectives, optimizer=_adamw, timeout_s=20)
     twins.step()
     with zero.GatheredParameters(CHOSEN[chosen](twins.model)):
@@ -44,7 +45,7 @@ def test_a_step_of_training_inside_is_one_outside(stage: int, collectives: str, 
                     model.head.weight[1] += 0.25
             twins.update()
     assert_same(twins.model, twins.reference)
-    twins.step(2)
+    twins.step()
 
 
 @on_ranks(3, collectives=EXCHANGES)

@@ -23,7 +23,7 @@ from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.units.call import Call, Entry
 from hf_zero.engine.units.reading import connected, replace_tensors, tensors_in
 from hf_zero.engine.units.saved import SavedWeights
-from hf_zero.engine.units.under_way import calls_of
+from hf_zero.engine.units.under_way import calls_of, has_raised
 from hf_zero.errors import UsageError
 
 _OWN_REFERENCES = 2  # to a whole tensor, after its call: that of the list, and that of the call that counts
@@ -125,7 +125,7 @@ class ModuleHooks:
             return None
         call, tensors = top
         written = call.end_forward()
-        backward.gathering.keep_written(written, has_failed=output is None and sys.exc_info()[1] is not None)
+        backward.gathering.keep_written(written, has_raised(output))
         del written  # holds memory
         found = list(tensors_in(output))
         if copies := self._copies_of_views(found):

@@ -58,6 +58,9 @@ class Owner(Protocol):
     def name_of(self, param: Tensor) -> str:
         """Its name in the model."""
 
+    def whole_at_hand(self, param: Tensor) -> Tensor | None:
+        """Its whole tensor, where this rank has it between uses, as it is now."""
+
 
 _owners: dict[
     int, weakref.ref[Owner]
@@ -190,6 +193,11 @@ class PartitionedTensor(_Read, Root, DTensor):
         param = self._zero_param
         whole: Tensor | None = None if param is None else vars(param).get(_SHOWN)
         return None if whole is None else whole.detach()
+
+    def whole_at_hand(self) -> Tensor | None:
+        """See `Root.whole_at_hand`."""
+        owner, param = self._zero_owner, self._zero_param
+        return None if owner is None or param is None else owner.whole_at_hand(param)
 
     def show(self, whole: Tensor | None) -> None:
         """Let a plain whole tensor stand for this parameter and its aliases; None: no longer."""

@@ -68,6 +68,10 @@ class Root(AtRest):
     def before_edit(self) -> None:
         """The rows are about to be changed by hand, on every rank."""
 
+    @abstractmethod
+    def whole_at_hand(self) -> Tensor | None:
+        """The whole, if this rank has it for modules to compute with, so that it need not ask the others."""
+
     @property
     def is_cut(self) -> bool:
         """Whether this rank holds a part of it only."""
@@ -136,12 +140,15 @@ def _on_shown(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest]) -> Any
 
 
 def gather(roots: Sequence[Root], what: str) -> list[Tensor]:
-    """The whole tensors, in memory of their own where they are cut; called by all ranks together."""
+    """The whole tensors, in memory of their own where they are cut; called by all ranks together, if one has to ask."""
     met: set[int] = set()
     wholes = []
     for root in roots:
         if root.shown is not None or not root.is_cut:
             wholes.append(root.rows if root.shown is None else root.shown)
+            continue
+        if (whole := root.whole_at_hand()) is not None:
+            wholes.append(whole.clone())
             continue
         world, cut = root.held
         if world.number not in met:

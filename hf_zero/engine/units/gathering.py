@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
@@ -204,6 +205,11 @@ class Gathering:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
         self._before_write("the optimizer's step")
         self._stepping, self._stepping_on = optimizer, threading.get_ident()
+
+    def whole_at_hand(self, unit: Unit, p: ZeroParameter) -> Tensor | None:
+        """The whole tensor of a parameter, where it stays whole between uses and is as new as its rows."""
+        is_new = self._stepping is None and p not in self._edited
+        return unit.whole_at_hand(p) if is_new else None
 
     def before_edit(self, p: ZeroParameter) -> None:
         """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""

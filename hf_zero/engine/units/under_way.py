@@ -28,9 +28,26 @@ def calls_of(module: nn.Module, thread: int | None = None) -> int:
     return sum(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in _frames(thread))
 
 
+def has_raised(output: object) -> bool:
+    """Whether a forward hook that is always called is called because its module has raised."""
+    return output is None and sys.exc_info()[1] is not None
+
+
 def is_method_running(owner: object, thread: int) -> bool:
     """Whether a method of `owner` is under way on a thread."""
     return any(frame.f_locals.get("self") is owner for frame in _frames(thread))
+
+
+_GETATTR, _PEEKS = nn.Module.__getattr__.__code__, nn.TransformerEncoder.forward.__code__
+
+
+def is_peeked_at() -> bool:
+    """Whether the parameter just asked for is only looked at, by code of torch, for its device.
+
+    `nn.TransformerEncoder` does so with its first layer's, on the ranks alone whose masks allow nested tensors.
+    """
+    asked = next((frame for frame in _frames(None) if frame.f_code is _GETATTR), None)
+    return asked is not None and asked.f_back is not None and asked.f_back.f_code is _PEEKS
 
 
 def is_function_running(name: str) -> bool:

@@ -335,6 +335,7 @@ class Unit:
             whole = self._slots[p].whole.data
             lease.give_back()
             return whole
+        self._world.meet(f"a read of parameter {p.name!r} outside its module's call (all ranks must read it)")
         over = self._world.shards if is_quantised(p.param) else self._world.wired
         return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name, over)
 
@@ -342,6 +343,15 @@ class Unit:
     def has_exact_wholes(self) -> bool:
         """Whether whole tensors have the bits of the rows, in the compute dtype."""
         return self._world.config.wire.gather == "float32"
+
+    def whole_at_hand(self, p: ZeroParameter) -> Tensor | None:
+        """The whole tensor of a parameter, with its bits at rest, where it stays whole between uses."""
+        slot, is_exact = self._slots.get(p), self.has_exact_wholes and p.seen is None
+        is_there = self.keeps_whole and self.residency is not Residency.RELEASED
+        if slot is None or not is_there or not is_exact or p.compute_dtype != p.param.dtype:
+            return None
+        self.settle()
+        return slot.whole
 
     @torch.no_grad()
     def keep_written(self, p: ZeroParameter, whole: Tensor) -> None:

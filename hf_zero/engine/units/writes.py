@@ -69,9 +69,9 @@ class Reads:
         self._known[p, is_traced] = unit, whole
         self._before[p, is_traced] = num_writes(whole)
 
-    def parameter_of(self, tensor: Tensor) -> ZeroParameter | None:
-        """The parameter that `tensor` was read from."""
-        return next((p for (p, _), (_, known) in self._known.items() if known is tensor), None)
+    def source_of(self, tensor: Tensor) -> Tensor:
+        """The parameter that `tensor` was read from, or itself."""
+        return next((p.param for (p, _), (_, known) in self._known.items() if known is tensor), tensor)
 
     def take_written(self) -> Iterator[Written]:
         """What was written to since it was read, or since this was asked."""
