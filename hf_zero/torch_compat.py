@@ -202,6 +202,11 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """How many exchanges this process has begun in a group, as torch counts them: alike on all of its ranks."""
+    return int(cast(Any, group)._get_sequence_number_for_group())
+
+
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that exchanges a group's tensors of a device: "gloo", "nccl".
 

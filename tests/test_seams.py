@@ -130,6 +130,7 @@ TORCH = [
     Seam(torch.ops.aten.add.Tensor, "_schema", "", "operators: what an operator writes to"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
+    Seam(torch.distributed.ProcessGroup, "_get_sequence_number_for_group", "", "progress: who has passed a barrier"),
     Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
     Seam(torch.autograd.profiler, "_is_profiler_enabled", "", "is_profiling"),
     Seam(torch, "_foreach_div_", "", "sums of a unit are divided in one launch"),
@@ -400,6 +401,12 @@ def tensor_axis_seams() -> list[Seam]:
             Trainer, "_load_rng_state", "rng_state_{process_index}.pth", "one random state for ranks that share layers"
         ),
         Seam(torch.distributed.distributed_c10d, "_set_pg_timeout", "", "set_timeout"),
+        Seam(
+            torch.distributed,
+            "destroy_process_group",
+            "group: ProcessGroup | None = None",
+            "leaving: ranks stay before",
+        ),
         Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "program_store: roll calls"),
         Seam(PreTrainedModel, "_resolve_parallel_plans", "return tp_plan, ep_plan, fsdp_plan", "share_resized"),
         Seam(TensorParallelLayer, "install_forward", "module.forward = tp_forward", "SharedForward is what it makes"),

@@ -19,10 +19,11 @@ from hf_zero.checkpoint.model_state import write_model
 from hf_zero.checkpoint.ranks.background import WRITING_S
 from hf_zero.checkpoint.ranks.one_writer import save_on_first, saving_alone, world_of_whole
 from hf_zero.engine.engine import engine_of
-from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
+from hf_zero.engine.gathered_parameters import GatheredAlone, GatheredParameters, gather_whole
 from hf_zero.engine.ranks.world import World, world_of
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, UsageError
 
+_SAVING = "save_pretrained (all ranks must call it)"
 _CONVERSION = "path_initial_model_for_weight_conversion"  # an option of PEFT
 
 
@@ -37,8 +38,8 @@ def world_of_model(model: nn.Module) -> World | None:
 def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str] | None = None) -> dict[str, Any]:
     """The state dict of a model with whole tensors on the CPU, gathered one parameter at a time.
 
-    Called by all ranks together. Tied parameters are gathered once and share memory, as they do unsharded. Besides the
-    tensors that it keeps, a rank holds one whole tensor at a time.
+    Called by all ranks together, or by one alone (see [Note: alone]). Tied parameters are gathered once and share memory,
+    as they do unsharded. Besides the tensors that it keeps, a rank holds one whole tensor at a time.
 
     Args:
         model: any module; what is not partitioned is taken as it is.
@@ -52,6 +53,25 @@ def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str]
         CollectiveError: a rank did not take part.
     """
     world = world_of_model(model)
+    if world is None or world.all_come("the whole weights of a model", _partitioned(model)):
+        return _whole_state(model, keep, names, lambda value: gather_whole(value, world))
+    return _whole_state(model, keep, names, _alone) if keep else {}
+
+
+def _partitioned(model: nn.Module) -> list[Tensor]:
+    return [param for param in model.parameters() if isinstance(param, DTensor)]
+
+
+def _alone(value: Tensor) -> Tensor:
+    """The whole of a parameter, for a rank whose peers do not take part: see [Note: alone]."""
+    assert isinstance(value, DTensor)
+    with torch.no_grad():
+        return value.full_tensor()
+
+
+def _whole_state(
+    model: nn.Module, keep: bool, names: Collection[str] | None, gather: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
     gathered: dict[tuple[int, int], Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -63,7 +83,7 @@ def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str]
             continue
         key = _identity(value)
         if key not in gathered:
-            whole = gather_whole(value, world) if isinstance(value, DTensor) else value.detach()
+            whole = gather(value) if isinstance(value, DTensor) else value.detach()
             gathered[key] = whole.cpu() if keep else torch.empty(0, device="cpu")
         if keep:
             state[name] = gathered[key]
@@ -105,7 +125,10 @@ def save_whole(
         save = partial(original, save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
         _save_plain(model, os.fspath(save_directory), save)
         return
-    world.meet("save_pretrained (all ranks must call it)")
+    if not world.all_come(_SAVING, _partitioned(model)):
+        if is_main_process:
+            _save_alone(model, partial(original, save_directory), state_dict, kwargs)
+        return
     writes = is_main_process and world.rank == 0
     is_alone = state_dict is None and not hasattr(model, "peft_config") and not kwargs.get("push_to_hub")
     if is_alone and world.share(writes, "who writes") and write_model(model, Path(save_directory), world, **kwargs):
@@ -120,6 +143,21 @@ def save_whole(
             if writes:
                 with saving_alone():
                     original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+
+
+def _save_alone(
+    model: nn.Module, save: Callable[..., Any], state_dict: dict[str, Any] | None, options: dict[str, Any]
+) -> None:
+    """Save on this rank, whose peers do not take part, as under DDP: with the whole weights in its memory."""
+    if options.get(_CONVERSION) is not None or _computed_with(model):
+        raise UsageError(
+            f"save_pretrained of a {type(model).__name__} computes with its weights when it saves adapters of this kind, which "
+            "needs all ranks: call it on every rank, and not behind `if is_main_process`"
+        )
+    if state_dict is None:
+        state_dict = whole_state_dict(model, names=_names_to_save(model, options))
+    state_dict = {key: _alone(value) if isinstance(value, DTensor) else value for key, value in state_dict.items()}
+    save(is_main_process=True, state_dict=state_dict, **options)
 
 
 def _save_converted(
@@ -180,7 +218,10 @@ def save_by_library(model: nn.Module, save: Callable[[], Any], place: str) -> No
     if world is None or not world.partitions:
         _save_plain(model, place, save)
         return
-    world.meet("save_pretrained (all ranks must call it)")
+    if not world.all_come(_SAVING, _partitioned(model)):
+        with GatheredAlone(model):
+            save()
+        return
     limit_s = max(WRITING_S, world.config.timeout_s)
     with GatheredParameters(model), world.together("saving a model", CheckpointError, limit_s):
         if world.rank == 0:

@@ -18,6 +18,7 @@ from hf_zero import torch_compat
 from hf_zero.comm.exchange import Exchange, Work, is_late, named
 from hf_zero.comm.groups import Axis
 from hf_zero.comm.ledger import LedgerLine
+from hf_zero.comm.progress import counts_of
 from hf_zero.comm.roll_call import missing
 from hf_zero.comm.watch import Watch
 from hf_zero.errors import CollectiveError
@@ -57,6 +58,7 @@ class Agreements:
         self.backend = torch_compat.backend_on(axis.group, axis.device)
         self._watch = Watch(str(axis.group.group_name), axis.ranks, axis.ranks[axis.rank], axis.device)
         self._sequence = 0
+        self.counts = counts_of(str(axis.group.group_name))
         self.reason = ""
         self.sequence_hash = 0  # a checksum of all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
@@ -176,6 +178,7 @@ class Agreements:
 
     def _describe(self, kind: str, unit: str) -> str:
         self._sequence += 1
+        self.counts.by_kind[kind] += 1
         if kind in _ORDERED_KINDS:
             # Per kind: each rank may interleave gathers and reductions differently.
             self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))

@@ -35,6 +35,10 @@ class Notes:
         store, key = torch_compat.program_store(), self._key(by)
         return store.get(key).decode() if store.check([key]) else None
 
+    def count(self, what: str, amount: int) -> int:
+        """Add to a number that all ranks count together; returns it as it is then."""
+        return int(torch_compat.program_store().add(self._key(what), amount))
+
     def remove(self, by: object) -> None:
         """Take a note back."""
         torch_compat.program_store().delete_key(self._key(by))

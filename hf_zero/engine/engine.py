@@ -33,6 +33,7 @@ from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import FoundParameter, Structure, find_parameters, group, roots_of
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, tensors_in
+from hf_zero.engine.units.served import ServedParameters
 from hf_zero.engine.units.under_way import calls_of, has_raised, is_function_running, is_peeked_at
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import PartitionError, UsageError
@@ -87,6 +88,7 @@ class ZeroEngine:
             self._build(model)
         _live_engines.add(self)
         world.models.add(model)
+        self._served = ServedParameters(self, self.parameters, self.gathering, world.serving)
         model.__dict__["_zero_engine"] = self
 
     # --- building -----------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class GatheredParameters:
         self._check_modifier(world)
         _check_not_in_use(param)
         cut = world.cut_of(param)
-        whole: nn.Parameter = WholeParameter(gather_whole(param), requires_grad=param.requires_grad)
+        whole: nn.Parameter = WholeParameter(self._gather(param), requires_grad=param.requires_grad)
         whole = cast(nn.Parameter, as_shown(param, whole))
         for key, value in attributes_of(param).items():
             if key not in vars(whole):
@@ -182,6 +182,9 @@ class GatheredParameters:
                     rows = torch_compat.local_of(item.param)
                     item.whole.detach().copy_(item.world.gather_parameter(rows, item.cut, "whole parameters"))
                     self._note_values(item)
+
+    def _gather(self, param: nn.Parameter) -> Tensor:
+        return gather_whole(param)
 
     def _note_plain(self, param: Tensor) -> None:
         """A parameter that is whole on every rank, in stage 0: the modifier's values still have to reach the others."""
@@ -259,6 +262,21 @@ def _forget(items: list[_Gathered]) -> None:
     for item in items:
         if item.whole.shape == item.param.shape:
             note_replaced(item.whole, item.param)
+
+
+class GatheredAlone(GatheredParameters):
+    """As `GatheredParameters`, on a rank whose peers do not take part (see [Note: alone]): to be read only."""
+
+    def _gather(self, param: nn.Parameter) -> Tensor:
+        assert isinstance(param, DTensor)
+        return param.full_tensor()
+
+    def _write_back(self, item: _Gathered) -> bool:
+        if item.whole.shape == item.param.shape and not _same_bits(
+            item.cut.of(item.whole.detach()), torch_compat.local_of(item.param)
+        ):
+            raise UsageError("a parameter was changed while one rank read the model alone: change it on all ranks")
+        return False
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

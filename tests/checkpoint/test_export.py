@@ -150,21 +150,52 @@ def test_a_given_state_dict_is_written(tmp_path: Path) -> None:
         assert all(torch.equal(found[key], value) for key, value in wanted.items()), name
 
 
-def save_on_one_rank(folder: str) -> None:
+# ---- on the main process alone ---------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3, stage=[1, 2, 3], collectives=["pairwise", "host"])
+def test_rank_0_saves_alone_what_all_ranks_save_together(stage: int, collectives: str, tmp_path: Path) -> None:
+    case = CASES["gpt2"]
+    folder = tmp_path / f"{stage} {collectives} {dist.get_world_size()}"
+    model = changed("gpt2")
+    zero.shard_model(model, {"stage": stage, "collectives": collectives})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        if dist.get_rank() == 0 and step:  # the others are in the next step
+            model.save_pretrained(folder / f"alone{step}", max_shard_size="20KB")
+            torch.save(whole_state_dict(model), folder / f"state{step}")
+        case.loss(model, case.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.save_pretrained(folder / f"together{step + 1}", max_shard_size="20KB")
+    if dist.get_rank() == 0:  # the others are in the barrier
+        model.save_pretrained(folder / "alone3", max_shard_size="20KB")
+        for step in (1, 2, 3):
+            wanted = {path.name: path.read_bytes() for path in (folder / f"together{step}").iterdir()}
+            assert {path.name: path.read_bytes() for path in (folder / f"alone{step}").iterdir()} == wanted
+            loaded = AutoModelForCausalLM.from_pretrained(folder / f"alone{step}").state_dict()
+            if step < 3:
+                assert_same(torch.load(folder / f"state{step}"), loaded)
+    dist.barrier()
+
+
+def save_where_another_rank_has_stepped_since(folder: str) -> None:
     model = changed("llama")
-    zero.shard_model(model, CONFIG | {"timeout_s": 3})
+    zero.shard_model(model, CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    CASES["llama"].loss(model, CASES["llama"].batch(0, dist.get_rank())).backward()
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
-    else:
-        CASES["llama"].loss(model, CASES["llama"].batch(0, 1))
+    optimizer.step()
+    CASES["llama"].loss(model, CASES["llama"].batch(0, 1))
 
 
-def test_one_rank_alone_is_an_error_that_names_the_call(tmp_path: Path) -> None:
-    failures = run_ranks(save_on_one_rank, 2, str(tmp_path), expect_failure=True)
+def test_a_step_of_another_rank_since_is_an_error(tmp_path: Path) -> None:
+    failures = run_ranks(save_where_another_rank_has_stepped_since, 2, str(tmp_path), expect_failure=True, timeout_s=30)
     first = failures[0]
     assert first is not None
     assert first.type_name == "CollectiveError"
-    assert "save_pretrained" in first.message
+    assert "rank 0 reads a parameter alone, but rank 1 has changed it since" in first.message
     assert not (tmp_path / "model.safetensors").exists()
 
 
@@ -200,3 +231,8 @@ def test_a_model_that_saves_itself_is_whole_meanwhile(stage: int, tmp_path: Path
     assert {key: type(value) for key, value in model.state_dict().items()} == at_rest
     with pytest.raises(zero.ZeroError, match="rank 0: OSError: no space left"):
         model.save_pretrained(path, "mine", fails=True)
+    if stage and dist.get_rank() == 0:
+        model.save_pretrained(f"{path} alone", "mine")
+        again = torch.load(f"{path} alone", weights_only=False)
+        assert all(torch.equal(again["state"][key], value) for key, value in oracle.items())
+    dist.barrier()

@@ -98,6 +98,7 @@ class HostCollectives(Collectives):
     def before_write(self, label: str) -> None:
         """See `Collectives.before_write`."""
         lane = self._board.lanes["write"]
+        self.counts.by_kind["write"] += 1
         lane.complete(lane.post(label, (), label, self.timeout_s, lambda numbers: None), self.timeout_s)
 
     def settle(self) -> None:

@@ -256,6 +256,11 @@ class PartitionedTensor(_Read, Root, DTensor):
         """See [Note: the rule for tensors at rest]."""
         return run(func, args, kwargs or {})
 
+    @property
+    def param(self) -> PartitionedTensor | None:
+        """See `Root.param`."""
+        return self._zero_param
+
     def before_edit(self) -> None:
         """See `Root.before_edit`."""
         owner, param = self._zero_owner, self._zero_param

@@ -64,6 +64,11 @@ class Root(AtRest):
     def like(self, rows: Tensor) -> Tensor:
         """A tensor of which this rank holds `rows`, cut as this one is."""
 
+    @property
+    @abstractmethod
+    def param(self) -> Tensor | None:
+        """The parameter that this is, or is an alias of."""
+
     @abstractmethod
     def before_edit(self) -> None:
         """The rows are about to be changed by hand, on every rank."""
@@ -139,29 +144,46 @@ def _on_shown(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest]) -> Any
     return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
 
 
-def gather(roots: Sequence[Root], what: str) -> list[Tensor]:
-    """The whole tensors, in memory of their own where they are cut; called by all ranks together, if one has to ask."""
-    met: set[int] = set()
-    wholes = []
-    for root in roots:
-        if root.shown is not None or not root.is_cut:
-            wholes.append(root.rows if root.shown is None else root.shown)
-            continue
-        if (whole := root.whole_at_hand()) is not None:
-            wholes.append(whole.clone())
-            continue
-        world, cut = root.held
-        if world.number not in met:
-            met.add(world.number)
-            world.meet(f"{what} (all ranks must run it)")
-        wholes.append(world.gather_parameter(root.rows, cut, "whole parameters"))
-    return wholes
+def gather(roots: Sequence[Root], what: str, only_reads: bool = True) -> list[Tensor]:
+    """The whole tensors, in memory of their own where they are cut; called by all ranks together, if one has to ask.
+
+    Where they are parameters that are only read, by one rank too: see [Note: alone].
+    """
+    wholes = [_without_asking(root) for root in roots]
+    cut = [root for root, whole in zip(roots, wholes, strict=True) if whole is None]
+    worlds = dict.fromkeys(root.held[0] for root in cut)
+    are_together = {world.number: _meet(world, cut, what, only_reads) for world in worlds}
+    return [_asked(root, are_together) if whole is None else whole for root, whole in zip(roots, wholes, strict=True)]
+
+
+def _without_asking(root: Root) -> Tensor | None:
+    if root.shown is not None or not root.is_cut:
+        return root.rows if root.shown is None else root.shown
+    whole = root.whole_at_hand()
+    return None if whole is None else whole.clone()
+
+
+def _asked(root: Root, are_together: dict[int, bool]) -> Tensor:
+    world, cut = root.held
+    if are_together[world.number]:
+        return world.gather_parameter(root.rows, cut, "whole parameters")
+    return world.serving.whole(cast(Tensor, root.param), root.rows, cut.rows)
+
+
+def _meet(world: World, roots: Sequence[Root], what: str, only_reads: bool) -> bool:
+    """Whether all ranks gather these, or this one alone."""
+    label = f"{what} (all ranks must run it)"
+    if only_reads:
+        return world.all_come(label, [root.param for root in roots])
+    world.meet(label)
+    return True
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], written: list[Tensor]) -> Any:
     roots = _unique(t.root for t in given)
     with torch.no_grad():
-        wholes = dict(zip(map(id, roots), gather(roots, f"{base_name(func)} of {given[0].describe()}"), strict=True))
+        what = f"{base_name(func)} of {given[0].describe()}"
+        wholes = dict(zip(map(id, roots), gather(roots, what, not written), strict=True))
         plain = {id(t): cast(AtRest, t).of(wholes[id(cast(AtRest, t).root)]) for t in cast(list[Tensor], given)}
         result = _mapped(func, args, kwargs, plain)
         for tensor in written:
@@ -293,11 +315,23 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         norms = [_norm(part, order, dtype) for part in parts]
     cut = [i for i, t in enumerate(tensors) if isinstance(t, Root) and t.is_cut]
+    if not _all_ask([cast(Root, tensors[i]) for i in cut]):
+        return None
     for place, norm in zip(
         cut, _added([cast(Root, tensors[i]) for i in cut], [norms[i] for i in cut], order), strict=True
     ):
         norms[place] = norm
     return norms if is_list else norms[0]
+
+
+def _all_ask(roots: Sequence[Root]) -> bool:
+    """Whether every rank asks for norms of these, or one does so alone, which may happen with parameters."""
+    params = [root.param for root in roots]
+    worlds = dict.fromkeys(root.held[0] for root in roots)
+    if len(worlds) != 1 or None in params:
+        return True
+    (world,) = worlds
+    return not world.serving.can_be_alone or world.all_come(f"norms of {roots[0].describe()}", params)
 
 
 def _norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,10 +24,13 @@ from hf_zero.comm.axes import Axes
 from hf_zero.comm.collectives import Collectives, RowCollectives, Rows
 from hf_zero.comm.groups import default_group
 from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.progress import leave_out
 from hf_zero.comm.select import make_collectives
+from hf_zero.comm.service import Peers
 from hf_zero.comm.wire import WireCollectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision
+from hf_zero.engine.ranks.serving import Serving
 from hf_zero.errors import UsageError, ZeroError
 from hf_zero.layout import Cut, RowLayout
 
@@ -52,12 +55,14 @@ class World(Axes):
         default_group: torch's default process group, when this was made.
         models: the models partitioned over these ranks.
         number: worlds are numbered as they are made.
+        serving: what one of the ranks may do alone.
     """
 
     config: ZeroConfig
     precision: Precision
     device: torch.device
     ledger: Ledger
+    serving: Serving
     default_group: object = None
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     number: int = 0
@@ -91,6 +96,7 @@ class World(Axes):
             precision=precision,
             device=device,
             ledger=ledger,
+            serving=_serving(axes, config, device),
             default_group=group,
             number=number,
         )
@@ -103,6 +109,7 @@ class World(Axes):
         ledger = Ledger()
         return cls(
             **vars(Axes.of_one(device, ledger)),
+            serving=Serving("", None, (), config.timeout_s, device),
             config=config,
             precision=Precision.from_config(config),
             device=device,
@@ -120,6 +127,8 @@ class World(Axes):
         for each in (self.everyone, self.shards, self.tensor, self.holders):  # what a checkpoint needs
             if each.ranks not in made:
                 made[each.ranks] = make_collectives("native", each.ranks, self.device, timeout_s, Ledger())
+                if each.num_ranks > 1:
+                    leave_out(made[each.ranks].counts)
         return dataclasses.replace(
             self,
             everyone=made[self.everyone.ranks],
@@ -217,6 +226,26 @@ class World(Axes):
         """Wait until every rank makes the same call, or raise and say who did not."""
         self.everyone.meet(label, timeout_s)
 
+    def all_come(self, label: str, params: Iterable[Tensor | None], timeout_s: float | None = None) -> bool:
+        """Whether every rank makes the same call, which only reads these parameters; else this one makes it alone.
+
+        See [Note: alone]. None stands for what is no parameter (a gradient, a value computed from one).
+
+        Raises:
+            UsageError: this rank makes it alone, and there is something that it cannot ask for.
+        """
+        if not self.serving.can_be_alone:
+            self.meet(label, timeout_s)
+            return True
+        places = [None if param is None else self.serving.find(param) for param in params]
+        has_all = self.serving.all_come(label, str(places[:1]))
+        if not has_all and None in places:
+            raise UsageError(
+                f"{label}: rank {self.rank} runs this alone, while the others have gone on; only a model's parameters "
+                "themselves can be read by one rank: let all ranks run it (not behind `if is_main_process`)"
+            )
+        return has_all
+
     def broadcast(self, tensor: Tensor, unit: str, source: int = 0) -> None:
         """Give every rank the values of rank `source`; of a tensor on this rank's device, or on the host."""
         self.everyone.broadcast(tensor, source, unit)
@@ -278,6 +307,14 @@ class World(Axes):
     def from_first(self, work: Callable[[], Result], what: str, kind: type[ZeroError]) -> Result:
         """What `work()` returns on rank 0, or its error, on all ranks; see `together`."""
         return together.from_first(self.everyone, work, what, kind)
+
+
+def _serving(axes: Axes, config: ZeroConfig, device: torch.device) -> Serving:
+    everyone = axes.everyone
+    serves = everyone.num_ranks > 1 and axes.tensor.num_ranks == 1 and config.policy.shards_optimizer
+    peers = Peers.connect(everyone, axes.num_hosts == 1) if serves else None
+    name = "" if peers is None else everyone.counts.group
+    return Serving(name, peers, axes.shards.ranks, config.timeout_s, device)
 
 
 def world_of(param: DTensor) -> World | None:

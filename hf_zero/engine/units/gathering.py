@@ -42,6 +42,8 @@ class Gathering:
         is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
         reads: what was read outside its call, in the running pass.
+        version: how many steps and edits by hand have begun; the same on every rank, and counted before rows change.
+        settled: on a device, passes when the last step or edit has been done; None before the first, or on the CPU.
     """
 
     def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
@@ -53,6 +55,8 @@ class Gathering:
         self.reads = Reads()
         self.is_refreshed = world.partitions
         self.num_steps = 0
+        self.version = 0
+        self.settled: torch.Event | None = None
         self._held: list[Lease] = []  # of all units
         self._world = world
         self._parameters = parameters
@@ -204,6 +208,7 @@ class Gathering:
     def before_step(self, optimizer: object) -> None:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
         self._before_write("the optimizer's step")
+        self.version += 1
         self._stepping, self._stepping_on = optimizer, threading.get_ident()
 
     def whole_at_hand(self, unit: Unit, p: ZeroParameter) -> Tensor | None:
@@ -217,6 +222,7 @@ class Gathering:
             return  # inside `GatheredParameters`
         if self._stepping is None or self._has_read:  # a step has met already, unless it has run the model since
             self._before_write(f"an edit of {p.name!r}")
+        self.version += self._stepping is None
         self._edited[p] = None
         self.let_go()
 
@@ -270,6 +276,7 @@ class Gathering:
         told = dict.fromkeys(changed)
         if told:
             self.let_go()
+            self._note_that_rows_settle()
         self._edited.update(told)
         units = {
             unit: members
@@ -281,6 +288,11 @@ class Gathering:
         for unit, members in units.items():
             unit.changed(members)
         self._edited = {p: None for p in self._edited if p not in told}
+
+    def _note_that_rows_settle(self) -> None:
+        if self._world.device.type != "cpu":
+            self.settled = torch.Event(self._world.device)
+            self.settled.record()
 
     def flush_edits(self) -> None:
         """Let what was edited by hand be gathered again."""
@@ -294,4 +306,5 @@ class Gathering:
     def mark_dirty(self) -> None:
         """All ranks have changed the rows of parameters behind torch's back: whole tensors are gathered again."""
         self._before_write("mark_dirty")
+        self.version += 1
         self.on_rows_changed(self._parameters)

@@ -21,7 +21,7 @@ from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of, live_engines
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import ConfigError, PartitionError, UsageError
-from hf_zero.integrations.accelerate.checkpoint import load_state, save_state, world_of_accelerator
+from hf_zero.integrations.accelerate.checkpoint import load_state, offer_optimizers, save_state, world_of_accelerator
 from hf_zero.integrations.accelerate.data_order import continue_epoch, watch
 from hf_zero.integrations.accelerate.ddp_options import with_ddp_options
 from hf_zero.integrations.accelerate.precision import scale_loss, with_mixed_precision
@@ -70,7 +70,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     """An `Accelerator` whose `prepare` partitions models and rebinds their optimizers, in any order.
 
     `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `no_sync`, `unwrap_model`, `get_state_dict` and `save_model`
-    work as under DDP; the last two are called by all ranks, and give whole weights. `save_state` and `load_state` write
+    work as under DDP; the last two give whole weights, called by all ranks or by one alone. `save_state` and `load_state` write
     and read checkpoints for any number of ranks and any stage. A model without trainable parameters is left alone.
     Without an accelerator device, everything runs on the CPU.
 
@@ -127,6 +127,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         prepared = super().prepare(*args, **kwargs)
         for optimizer in (item for item in args if isinstance(item, torch.optim.Optimizer)):
             self._check(optimizer)
+        offer_optimizers(self)
         return prepared
 
     def prepare_model(
@@ -192,7 +193,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The whole weights on the CPU of every rank; called by all ranks together."""
+        """The whole weights on the CPU of every rank that calls it: all of them together, or one alone."""
         inner = self.unwrap_model(model) if unwrap else model
         if engine_of(inner) is None:
             state: dict[str, Tensor] = super().get_state_dict(model, unwrap)
@@ -204,7 +205,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Save models, optimizers, schedulers, data order, random states and registered objects, all or nothing.
 
-        Called by all ranks together. Files are named as accelerate names them; weights are what `save_pretrained` writes.
+        Called by all ranks together, or by one alone, which then needs memory for all of it. Files are named as accelerate
+        names them; weights are what `save_pretrained` writes.
 
         Args:
             output_dir: the folder; an older checkpoint of this name is replaced. Unused with automatic naming.

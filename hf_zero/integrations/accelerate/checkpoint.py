@@ -6,7 +6,6 @@ optimizer states are safetensors that all ranks write and read together, each it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -22,30 +21,32 @@ from typing import Any
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import SCALER_NAME, load, save
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import Manifest
-from hf_zero.checkpoint.files.model_plan import WEIGHTS, FilePlan, NotMovedError, model_sources, plan_model, uncovered
-from hf_zero.checkpoint.files.pieces import identity
+from hf_zero.checkpoint.files.model_plan import FilePlan, model_sources
 from hf_zero.checkpoint.files.stored import is_stored
-from hf_zero.checkpoint.files.tensor_file import TensorInfo, layout_file
+from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.checkpoint.model_state import weight_files
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
+from hf_zero.checkpoint.ranks.background import WRITING_S
 from hf_zero.checkpoint.ranks.cooperative import match, read_plan
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
+from hf_zero.integrations.accelerate.alone import offer_states, refuse_owners, whole_states, whole_weights
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
 from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
+from hf_zero.integrations.accelerate.weight_files import numbered, plan_weights, weights_name
 from hf_zero.integrations.random_state import share_random_state
 
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER, _SCHEDULER, _RANDOM, _CUSTOM = "optimizer", "scheduler", "random_states", "custom_checkpoint"
-_ORDER, _INDEX = "data_order.json", f"{WEIGHTS}.index.json"
+_ORDER = "data_order.json"
 
 
 def world_of_accelerator(accelerator: Any) -> World | None:
@@ -59,16 +60,11 @@ def _models(accelerator: Any) -> list[nn.Module]:
     return [getattr(model, "_orig_mod", model) for model in accelerator._models]
 
 
-def _numbered(name: str, index: int) -> str:
-    """As accelerate numbers its files."""
-    return f"{name}_{index}" if index else name
-
-
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
 
 def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_shard_size: int | str | None) -> Path:
-    """Save what `Accelerator.save_state` saves, staged and committed; called by all ranks together.
+    """Save what `Accelerator.save_state` saves, staged and committed; called by all ranks together, or by one alone.
 
     Args:
         accelerator: has at least one partitioned model.
@@ -82,8 +78,13 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
         CheckpointError: on all ranks, if any of them failed; an older checkpoint is left as it was.
         UsageError: no folder is given, and none can be made up.
     """
-    world = world_of_accelerator(accelerator)
-    assert world is not None
+    ranks = world_of_accelerator(accelerator)
+    assert ranks is not None
+    params = [param for model in _models(accelerator) for param in model.parameters() if isinstance(param, DTensor)]
+    is_alone = not ranks.all_come("save_state (all ranks must call it)", params)
+    world = World.alone(ranks.config, ranks.device) if is_alone else ranks
+    if is_alone:
+        refuse_owners(accelerator._optimizers)
     project = accelerator.project_configuration
     is_named_here = bool(project.automatic_checkpoint_naming)
     if is_named_here or output_dir is None:
@@ -100,9 +101,10 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
         _write_small_files(accelerator, staged.folder, world)
         options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         for index, model in enumerate(models):
-            work = functools.partial(_plan_weights, model, index, staged.folder, options)
-            staged.write(world.from_first(work, "saving weights", CheckpointError), model_sources(model))
-        step = _write_optimizers(accelerator, staged, world)
+            work = functools.partial(plan_weights, model, index, staged.folder, options)
+            sources = whole_weights(model) if is_alone else model_sources(model)
+            staged.write(world.from_first(work, "saving weights", CheckpointError), sources)
+        step = _write_optimizers(accelerator, staged, world, ranks)
     config = json.loads(json.dumps(world.config.to_dict(), default=str))
     staged.commit(Manifest(step=step, world_size=world.num_ranks, stage=world.config.stage, config=config))
     project.iteration += 1
@@ -121,7 +123,7 @@ def _after_save_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.M
     given = [model.state_dict() for model in models]  # sharded: nothing is gathered
     names = [set(state) for state in given]
     weights: list[Any] = list(given)
-    with world.together("pre-hooks of save_state", CheckpointError):
+    with world.together("pre-hooks of save_state", CheckpointError, WRITING_S):  # rank 0 alone may save in one
         for hook in hooks.values():
             hook(accelerator._models, weights, str(folder))
         if any(all(state is not one for one in given) for state in weights) or names != [set(one) for one in given]:
@@ -175,45 +177,26 @@ def _refuse_partitioned(state: Any, what: str) -> None:
             _refuse_partitioned(entry, what)
 
 
-def _plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[str, Any]) -> FilePlan:
-    """What is written of a model: for the first one, what `save_pretrained` writes, if that leaves nothing out.
-
-    Other models, and one with adapters, become one file with their state dict. `folder` gets the small files.
-    """
-    if index == 0 and not hasattr(model, "peft_config"):
-        with contextlib.suppress(NotMovedError):
-            plan = plan_model(model, folder, **options)
-            if not uncovered(model, plan):
-                return plan
-        disk.remove_file(folder / _INDEX)
-    return _plan_state_dict(model, index)
+def _capture(accelerator: Any, index: int) -> tuple[FilePlan, dict[str, Source], dict[str, Any]]:
+    optimizer = accelerator._optimizers[index]
+    return capture(optimizer, _names_for(optimizer, accelerator), numbered(_OPTIMIZER, index))
 
 
-def _plan_state_dict(model: nn.Module, index: int) -> FilePlan:
-    """One file with a state dict under its own names; a tied tensor is stored under its first name."""
-    seen: dict[int, TensorInfo] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{name!r} of {type(model).__name__} is a {type(value).__name__}, not a tensor")
-        seen.setdefault(id(value), TensorInfo(name, value.dtype, tuple(value.shape)))
-    infos = list(seen.values())
-    file = layout_file(_weights_name(index), infos, {"format": "pt"})
-    return FilePlan((file,), {info.name: (identity(info.name, info.shape),) for info in infos})
+def offer_optimizers(accelerator: Any) -> None:
+    """Let another rank save the state of all alone, as far as it does not need this one's program."""
+    world = world_of_accelerator(accelerator)
+    if world is not None:
+        offer_states(accelerator, world, lambda found, index: _capture(found, index)[1])
 
 
-def _weights_name(index: int) -> str:
-    return _numbered(WEIGHTS.removesuffix(".safetensors"), index) + ".safetensors"
-
-
-def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World) -> int:
-    """Write the optimizers' states; returns the number of steps that they have done."""
+def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World, ranks: World) -> int:
+    """Write the optimizers' states, on all ranks or on one alone; returns the number of steps that they have done."""
     what = "saving optimizers"
     with world.together(what, CheckpointError):
-        numbered = enumerate(accelerator._optimizers)
-        captured = [capture(each, _names_for(each, accelerator), _numbered(_OPTIMIZER, i)) for i, each in numbered]
+        captured = [_capture(accelerator, index) for index in range(len(accelerator._optimizers))]
     for index, (plan, sources, content) in enumerate(captured):
-        staged.write(plan, sources)
-        path = staged.folder / state_files(_numbered(_OPTIMIZER, index))[1]
+        staged.write(plan, sources if world is ranks else whole_states(sources, index, ranks))
+        path = staged.folder / state_files(numbered(_OPTIMIZER, index))[1]
         world.from_first(functools.partial(disk.write_file, path, json.dumps(content).encode()), what, CheckpointError)
     return max((_steps_in(content) for _, _, content in captured), default=0)
 
@@ -266,7 +249,7 @@ def load_state(
     folder, manifest = _find(accelerator, input_dir, world)
     kwargs = {**load_kwargs, **({"weights_only": False} if allow_pickle else {})}
     what = f"loading {folder}"
-    prefixes = [_numbered(_OPTIMIZER, index) for index in range(len(accelerator._optimizers))]
+    prefixes = [numbered(_OPTIMIZER, index) for index in range(len(accelerator._optimizers))]
     saved = world.from_first(lambda: [read_state(folder, prefix) for prefix in prefixes], what, CheckpointError)
     with world.together(what, CheckpointError):
         pairs = zip(saved, accelerator._optimizers, strict=True)
@@ -320,7 +303,7 @@ def _check_files(
 ) -> _Checked:
     """Check everything but weights and optimizers: is it there, can it be read, does it fit?"""
     for index in range(len(accelerator._schedulers)):
-        _read_small(folder / f"{_numbered(_SCHEDULER, index)}.bin", kwargs)
+        _read_small(folder / f"{numbered(_SCHEDULER, index)}.bin", kwargs)
     if accelerator.scaler is not None and SCALER_NAME not in manifest.files:
         raise CheckpointError(
             f"{folder / SCALER_NAME} is missing: the state was saved without loss scaling, so it cannot go on in float16; load "
@@ -370,8 +353,8 @@ def _after_load_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.M
 def _plan_reading(model: nn.Module, index: int, folder: Path) -> tuple[FilePlan, list[str]]:
     """What a save would write of a model, and the files that it can be read from."""
     with tempfile.TemporaryDirectory() as scratch:
-        plan = _plan_weights(model, index, Path(scratch), {})
-    names = [_weights_name(index)] if index else weight_files(folder)
+        plan = plan_weights(model, index, Path(scratch), {})
+    names = [weights_name(index)] if index else weight_files(folder)
     if index and not is_stored(folder / names[0]):
         raise CheckpointError(f"{folder / names[0]} is missing: fewer models were prepared when the state was saved")
     problems = match(plan, folder, names)

@@ -28,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from hf_zero.changes import Changes
+from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import CheckpointError, UsageError
@@ -166,6 +167,8 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if state_dict is not None or not is_plain_module or engine is None or engine.model is not self.model:
             return original(self, output_dir, state_dict)
         folder = output_dir if output_dir is not None else self.args.output_dir
+        if not engine.world.all_come(f"saving {type(self.model).__name__}", [p.param for p in engine.parameters]):
+            return original(self, output_dir, whole_state_dict(engine.model))
         with engine.world.together(f"saving {folder}", CheckpointError):
             original(self, output_dir, {})  # everything but the weights
         return write_model(engine.model, Path(folder), engine.world)

@@ -126,3 +126,19 @@ def test_a_model_left_whole_saves_and_resumes_as_ever(folder: str) -> None:
             model = loaded(folder)
         losses.append(trained(trainer_of(model, args), resume_from_checkpoint=checkpoint)[-1])
     assert losses[0] == losses[1]
+
+
+@on_ranks(2, stage=[1, 3], build=[loaded, with_adapters, plain_module])
+@undone
+def test_rank_0_saves_the_model_alone(stage: int, build: Build, folder: str) -> None:
+    out = Path(folder, f"alone{stage}{build.__name__}")
+    trainer = trainer_of(build(folder), arguments(folder, stage, output_dir=str(out), max_steps=2))
+    trainer.train()
+    trainer.save_model(str(out / "together"))
+    if dist.get_rank() == 0:
+        trainer.save_model(str(out / "alone"))
+        (wanted,) = (out / "together").glob("*model.safetensors")
+        found, weights = load_file(out / "alone" / wanted.name), load_file(wanted)
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], value) for key, value in weights.items())
+    dist.barrier()

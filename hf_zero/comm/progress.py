@@ -1,0 +1,74 @@
+"""How far this process is in what it does together with others: it tells whether a peer has passed a place in the program.
+
+[Note: progress] All ranks run the same program. So the exchanges that a process has begun, counted by group and kind, say
+how far it is: if a peer has begun one that this process has not, it will not come any more to where this process is now. A peer
+that has begun no more may still come. Torch's default group counts too, since people wait in its barriers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+from hf_zero import torch_compat
+from hf_zero.comm.groups import default_group
+
+Progress = dict[str, dict[str, int]]
+
+_PROGRAM, _BEGUN, _ENDED = "the program", "begun", "ended"
+
+
+class Counts:
+    """The exchanges that this process has begun in one group, by kind."""
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.by_kind: Counter[str] = Counter()
+
+
+class _Program:
+    """What is counted under one default process group."""
+
+    def __init__(self, group: object = None) -> None:
+        self.group = (lambda: None) if group is None else weakref.ref(group)
+        self.counted: list[weakref.ref[Counts]] = []
+
+
+_program = _Program()
+
+
+def counts_of(group: str) -> Counts:
+    """New counts of a group of the program that is running now."""
+    global _program
+    default = default_group()
+    if default is not None and _program.group() is not default:
+        _program = _Program(default)
+    counts = Counts(group)
+    _program.counted.append(weakref.ref(counts))
+    return counts
+
+
+def leave_out(counts: Counts) -> None:
+    """Count a group no more: its exchanges run beside the program, on a thread of their own."""
+    _program.counted = [each for each in _program.counted if each() not in (counts, None)]
+
+
+def progress() -> Progress:
+    """How far this process is, by group and kind; may be called on any thread."""
+    group = default_group()
+    has_ended = group is None or _program.group() is not group
+    found = {_PROGRAM: {_ENDED: 1}}
+    if group is not None and not has_ended:
+        found = {_PROGRAM: {_BEGUN: torch_compat.sequence_number(group), _ENDED: 0}}
+    for counts in [each() for each in _program.counted]:
+        if counts is not None:
+            found[counts.group] = dict(counts.by_kind.copy())
+    return found
+
+
+def is_ahead(one: Progress, other: Progress) -> bool:
+    """Whether a process that is as far as `one` has passed the place where another is."""
+    shared = one.keys() & other.keys()  # one of them may have dropped a group, or made one more
+    if other[_PROGRAM][_ENDED]:
+        shared.discard(_PROGRAM)
+    return any(number > other[group].get(kind, 0) for group in shared for kind, number in one[group].items())

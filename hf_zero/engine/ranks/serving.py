@@ -1,0 +1,362 @@
+"""Operations that need every rank's rows, and that one rank may run alone: `if rank == 0: model.save_pretrained(...)`.
+
+[Note: alone] People save, read and log on the main process alone, as DDP lets them; the others' rows are needed all the same.
+So an operation that only reads begins with `all_come`. Every rank that comes there says so in torch's store. If all come, they
+do it together, by exchanges. If one does not, the ranks that wait ask its service how far it is (see [Note: progress]): as soon
+as it has passed the place, or is about to exit, it will not come, and the operation is done alone: the others' rows are asked
+for, one tensor after another, and given by their services, whatever their programs wait for.
+
+What is read then is one state of the model. A rank gives rows only once it has passed the place, so that all that comes before
+it in the program has been done. It counts steps and edits *before* they begin, and gives nothing if there was one since, or
+during the copy; then the asker raises. Usually there is none, since a step needs the asker's gradients. A rank that ends its
+program stays for those that may still ask: see [Note: leaving].
+
+A rank that is merely late does not look like one that has passed, so that all ranks that run the same lines meet as ever.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_zero import torch_compat
+from hf_zero.comm.exchange import named
+from hf_zero.comm.groups import default_group
+from hf_zero.comm.progress import Progress, is_ahead, progress
+from hf_zero.comm.service import Answer, Peers, answer
+from hf_zero.comm.store import Notes
+from hf_zero.engine.ranks.leaving import before_leaving, no_function_runs
+from hf_zero.errors import CollectiveError
+from hf_zero.layout import RowLayout
+
+_PLACE, _ROWS, _LEAVING = "how far it is", "its rows", "whether it leaves"
+_PARAMETERS = "parameters"
+_SHORTEST_S, _LONGEST_S = 1e-4, 0.02  # between two looks at who has come
+_ASKS_AFTER_S = 0.05  # that the others have to come before they are asked, and between two times
+_FEW_RANKS = 8  # up to so many, each stays for all others; beyond, for the first one only
+_STAYS_S = 0.1  # between two looks at who has left
+
+
+class Served(Protocol):
+    """What has parameters at rest: an engine."""
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no forward and no backward is under way."""
+
+    @property
+    def version(self) -> int:
+        """How many steps and edits have begun; the same on every rank at the same place of the program."""
+
+    def number_of(self, param: Tensor) -> int | None:
+        """Which of its parameters this is, if it is one."""
+
+    @property
+    def settled(self) -> torch.Event | None:
+        """On a device, passes when the last step or edit has been done; None before the first, or on the CPU."""
+
+    def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
+        """This rank's rows of a parameter, and how they are cut."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is in the program.
+
+    Attributes:
+        reached: what it has begun together with others.
+        num_met: how many operations all ranks have come to.
+        version: how many steps and edits have begun.
+        what: the operation that it is about to begin.
+        on: what that reads.
+    """
+
+    reached: Progress
+    num_met: int
+    version: int
+    what: str = ""
+    on: str = ""
+
+    @property
+    def key(self) -> str:
+        """What ranks that come together have in common."""
+        return f"{self.num_met} {self.version} {self.what} {self.on}"
+
+
+class _Seen(Enum):
+    """Another rank, seen from a place of the program."""
+
+    BEHIND = auto()
+    THERE = auto()
+    PAST = auto()
+
+
+class Serving:
+    """What the ranks of one world may do alone; see [Note: alone].
+
+    Args:
+        name: of the ranks' group, the same on all of them.
+        peers: their services; None: nothing can be done alone.
+        shards: the ranks over which parameters are cut, in order.
+        timeout_s: that ranks wait for each other.
+        device: where rows live.
+    """
+
+    def __init__(
+        self, name: str, peers: Peers | None, shards: Sequence[int], timeout_s: float, device: torch.device
+    ) -> None:
+        self._name, self._peers, self._shards = name, peers, tuple(shards)
+        self._timeout_s, self._device = timeout_s, device
+        self._engines: list[Callable[[], Served | None]] = []
+        self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self._parameter}
+        self._num_met = 0
+        self._waits_at: _Place | None = None
+        self._alone_at: _Place | None = None
+        self._is_leaving = False
+        if peers is not None:
+            _by_name[name] = self
+            answer(_PLACE, _answer_place)
+            answer(_ROWS, _answer_rows)
+            answer(_LEAVING, _answer_leaving)
+            itself = weakref.ref(self)
+            before_leaving(lambda: None if (serving := itself()) is None else serving.stay())
+
+    def add(self, engine: Served) -> int:
+        """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns its number."""
+        self._engines.append(weakref.ref(engine))
+        return len(self._engines) - 1
+
+    def offer(self, key: str, give: Callable[[Any], tuple[Tensor, RowLayout]]) -> None:
+        """Let other tensors be asked for, which change by steps only: `give(item)` is this rank's part of one."""
+        self._offers[key] = give
+
+    def keep(self, engine: Served, place: int) -> None:
+        """An engine is about to be gone, though its parameters may still be asked for; see [Note: leaving]."""
+        if self._peers is not None and not self._is_leaving and no_function_runs():
+            self._engines[place] = lambda: engine
+            _kept.append(self)
+
+    @property
+    def _live(self) -> list[Served]:
+        return [engine for each in self._engines if (engine := each()) is not None]
+
+    @property
+    def version(self) -> int:
+        """How many steps and edits of all engines have begun."""
+        return sum(engine.version for engine in self._live)
+
+    @property
+    def can_be_alone(self) -> bool:
+        """Whether an operation that begins now may be done alone: no forward and no backward is under way."""
+        is_outside = self._peers is not None and not torch_compat.in_backward()
+        return is_outside and all(engine.is_at_rest for engine in self._live)
+
+    def _here(self, what: str = "", on: str = "") -> _Place:
+        return _Place(progress(), self._num_met, self.version, what, on)
+
+    # --- does everyone come? ------------------------------------------------------------------------------------
+
+    def all_come(self, what: str, on: str) -> bool:
+        """Whether every rank comes to the same operation, which only reads; called only where it `can_be_alone`.
+
+        Args:
+            what: for errors.
+            on: tells apart what the operation may read.
+
+        Raises:
+            CollectiveError: a rank has neither come nor passed in time, or is gone.
+        """
+        here = self._here(what, on)
+        if default_group() is None or self._is_alone_at(here):
+            return False
+        notes = Notes(f"coming {self._name}")
+        self._waits_at = here
+        try:
+            has_all = self._meet(notes, here)
+        finally:
+            self._waits_at = None
+        if has_all:
+            self._num_met += 1
+        else:
+            self._alone_at = here
+        return has_all
+
+    def _is_alone_at(self, here: _Place) -> bool:
+        """Whether another rank was seen to have passed this place: it does not come back."""
+        known = self._alone_at
+        return known is not None and (known.reached, known.num_met) == (here.reached, here.num_met)
+
+    def _meet(self, notes: Notes, here: _Place) -> bool:
+        assert self._peers is not None
+        others = self._peers.others
+        began = asked = time.monotonic()
+        pause_s, count = _SHORTEST_S, notes.count(here.key, 1)
+        while count <= len(others):
+            now = time.monotonic()
+            if now > asked + _ASKS_AFTER_S:
+                asked = now
+                seen = {rank: self._see(rank, here) for rank in others}
+                if _Seen.PAST in seen.values():
+                    if notes.count(here.key, 0) > len(others):
+                        return True  # all had come, and one was quick
+                    notes.count(here.key, -1)
+                    return False
+                if now > began + self._timeout_s:
+                    absent = [rank for rank, how in seen.items() if how is _Seen.BEHIND]
+                    raise named(RuntimeError("timed out"), here.what, absent or None, self._timeout_s)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_S)
+            count = notes.count(here.key, 0)
+        return True
+
+    def _see(self, rank: int, here: _Place) -> _Seen:
+        assert self._peers is not None
+        try:
+            seen, _ = self._peers.ask(rank, _PLACE, (self._name, here))
+        except CollectiveError as error:
+            raise named(RuntimeError("its process has ended"), here.what, rank, self._timeout_s) from error
+        assert isinstance(seen, _Seen)
+        return seen
+
+    def seen_from(self, place: _Place) -> _Seen:
+        """This rank, as seen by one that is at a place; called by the service."""
+        waits_at = self._waits_at
+        if self._is_leaving or is_ahead(progress(), place.reached) or self._num_met > place.num_met:
+            return _Seen.PAST
+        if waits_at is None or waits_at.num_met < place.num_met:
+            return _Seen.BEHIND
+        return _Seen.THERE if waits_at.key == place.key else _Seen.PAST
+
+    # --- the others' rows ---------------------------------------------------------------------------------------
+
+    def find(self, param: Tensor) -> tuple[int, int] | None:
+        """The number of a parameter's engine, and its own; the same on every rank. None: it cannot be asked for."""
+        for place, reference in enumerate(self._engines):
+            engine = reference()
+            number = None if engine is None else engine.number_of(param)
+            if number is not None:
+                return place, number
+        return None
+
+    def whole(self, param: Tensor, local: Tensor, layout: RowLayout) -> Tensor:
+        """The whole of a parameter that this can `find`; as `whole_of`."""
+        return self.whole_of(_PARAMETERS, self.find(param), local, layout)
+
+    def whole_of(self, key: str, item: object, local: Tensor, layout: RowLayout) -> Tensor:
+        """The whole of a tensor, of which the others' rows are asked for, in memory of its own.
+
+        Args:
+            key: under which it is offered.
+            item: which it is there.
+            local: this rank's rows.
+            layout: which rows are whose.
+
+        Raises:
+            CollectiveError: a rank has changed the tensor since, or is gone, or does not come so far in time.
+        """
+        assert self._peers is not None
+        flat = torch.empty(layout.padded_numel, dtype=local.dtype, device="cpu")
+        with torch.inference_mode(False):
+            for shard, rank in enumerate(self._shards):
+                elements = layout.elements_of(flat, shard)
+                if rank == self._peers.own:
+                    elements.copy_(layout.flat(local))
+                elif elements.numel():
+                    elements.copy_(self._rows(rank, key, item).view(local.dtype))
+            return layout.in_shape(flat[: layout.numel], layout.shape).contiguous().to(local.device, copy=True)
+
+    def _rows(self, rank: int, key: str, item: object) -> Tensor:
+        assert self._peers is not None
+        began, here = time.monotonic(), self._here()
+        while True:
+            seen, rows = self._peers.ask(rank, _ROWS, (self._name, here, key, item))
+            if seen is _Seen.THERE:
+                return rows
+            if seen is _Seen.PAST:
+                raise CollectiveError(
+                    f"rank {self._peers.own} reads a model alone, but rank {rank} has changed it since (an optimizer's "
+                    "step, or an edit by hand): let all ranks run the line that reads, or put it before what changes"
+                )
+            if time.monotonic() > began + self._timeout_s:
+                raise named(RuntimeError("timed out"), "what one rank reads alone", rank, self._timeout_s)
+            time.sleep(_LONGEST_S)
+
+    def give_rows(self, asked_from: _Place, key: str, item: object) -> Answer:
+        """This rank's rows, if they are those of the asker's place; called by the service."""
+        if self.seen_from(asked_from) is not _Seen.PAST or self.version < asked_from.version:
+            return _Seen.BEHIND, None
+        rows, layout = self._offers[key](item)
+        copied = layout.flat(self._on_host(rows)).clone().view(-1).view(torch.uint8)
+        return (_Seen.THERE, copied) if self.version == asked_from.version else (_Seen.PAST, None)
+
+    def _parameter(self, found: tuple[int, int]) -> tuple[Tensor, RowLayout]:
+        place, number = found
+        engine = self._engines[place]()
+        if engine is None:
+            raise CollectiveError("the model does not exist there any more")
+        return engine.rows_of(number)
+
+    def _on_host(self, rows: Tensor) -> Tensor:
+        """On a device, work that waits for other ranks may be queued behind the last step: that is passed by."""
+        settled = [engine.settled for engine in self._live if engine.settled is not None]
+        if rows.device.type == "cpu" or not settled:
+            return rows.cpu()
+        aside = torch.Stream(rows.device)
+        for event in settled:
+            aside.wait_event(event)
+        with aside:
+            return rows.cpu()
+
+    # --- the end of the program ---------------------------------------------------------------------------------
+
+    def stay(self) -> None:
+        """Stay until no rank may ask any more; see [Note: leaving]."""
+        assert self._peers is not None
+        self._is_leaving, here = True, self._here()
+        others = self._peers.others
+        remaining = others if len(others) < _FEW_RANKS else others[:1]
+        while remaining := [rank for rank in remaining if self._may_ask(rank, here)]:
+            time.sleep(_STAYS_S)
+
+    def _may_ask(self, rank: int, here: _Place) -> bool:
+        assert self._peers is not None
+        try:
+            return bool(self._peers.ask(rank, _LEAVING, (self._name, here))[0])
+        except CollectiveError:
+            return False  # it is gone
+
+    def may_ask(self, place: _Place) -> bool:
+        """Whether this rank may still ask one that leaves from a place, and does not wait for it in an exchange."""
+        return not self._is_leaving and not is_ahead(progress(), place.reached)
+
+
+_by_name: weakref.WeakValueDictionary[str, Serving] = weakref.WeakValueDictionary()
+_kept: list[Serving] = []  # until the exit
+
+
+def _answer_place(question: tuple[str, _Place]) -> Answer:
+    name, place = question
+    serving = _by_name.get(name)
+    return (_Seen.PAST if serving is None else serving.seen_from(place)), None
+
+
+def _answer_rows(question: tuple[str, _Place, str, object]) -> Answer:
+    name, asked_from, key, item = question
+    serving = _by_name.get(name)
+    if serving is None:
+        raise CollectiveError("the model does not exist there any more")
+    with torch.no_grad():
+        return serving.give_rows(asked_from, key, item)
+
+
+def _answer_leaving(question: tuple[str, _Place]) -> Answer:
+    name, place = question
+    serving = _by_name.get(name)
+    return serving is not None and serving.may_ask(place), None

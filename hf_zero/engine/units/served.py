@@ -1,0 +1,71 @@
+"""The parameters of one engine, as its peers may ask for them: see [Note: alone]."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.ranks.serving import Serving
+from hf_zero.engine.units.gathering import Gathering
+from hf_zero.layout import RowLayout
+
+
+class _Engine(Protocol):
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no forward and no backward is under way."""
+
+
+class ServedParameters:
+    """See `Served`. It lives as long as its engine; or longer, see [Note: leaving].
+
+    Args:
+        engine: whose.
+        parameters: its records.
+        gathering: that counts steps and edits.
+        serving: gets this.
+    """
+
+    def __init__(
+        self, engine: _Engine, parameters: Sequence[ZeroParameter], gathering: Gathering, serving: Serving
+    ) -> None:
+        self._engine = weakref.ref(engine)
+        self._parameters, self._gathering = parameters, gathering
+        self._numbers = {id(p.param): number for number, p in enumerate(parameters)}
+        self._serving, self._place = serving, serving.add(self)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """See `Served`."""
+        engine = self._engine()
+        return engine is None or engine.is_at_rest
+
+    @property
+    def version(self) -> int:
+        """See `Served`."""
+        return self._gathering.version
+
+    def number_of(self, param: Tensor) -> int | None:
+        """See `Served`."""
+        return self._numbers.get(id(param))
+
+    @property
+    def settled(self) -> torch.Event | None:
+        """See `Served`."""
+        return self._gathering.settled
+
+    def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
+        """See `Served`."""
+        p = self._parameters[number]
+        return torch_compat.local_of(p.param), p.layout
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._serving.keep(self, self._place)

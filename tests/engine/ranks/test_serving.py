@@ -1,0 +1,103 @@
+"""What rank 0 reads alone while the others go on: as under DDP, or one error."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero as zero
+from hf_zero.comm.progress import progress
+from tests.engine.twins import EXCHANGES, SHARDED, Twins
+from tests.ranks import on_ranks
+
+Elsewhere = Callable[[Twins], None]
+
+
+def _reads(model: nn.Module) -> list[Tensor]:
+    """What people log of weights."""
+    weight, bias = model.blocks[1].up.weight, model.head.bias
+    found = [
+        weight.norm(),
+        weight.data.norm(),
+        weight.detach().norm(1),
+        weight.abs().max(),
+        bias.sum(),
+        weight[1:3],
+        weight.t() @ weight,
+        bias.full_tensor(),
+    ]
+    return [torch.as_tensor(each).detach().clone() for each in found]
+
+
+def _plain_reads(model: nn.Module) -> list[Tensor]:
+    weight, bias = model.blocks[1].up.weight, model.head.bias
+    found = [
+        weight.norm(),
+        weight.data.norm(),
+        weight.detach().norm(1),
+        weight.abs().max(),
+        bias.sum(),
+        weight[1:3],
+        weight.t() @ weight,
+        bias,
+    ]
+    return [each.detach().clone() for each in found]
+
+
+def _check(twins: Twins) -> None:
+    for found, expected in zip(_reads(twins.model), _plain_reads(twins.reference), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
+def test_reads_of_rank_0_alone_are_those_of_the_whole_model(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    for _ in range(3):
+        twins.step()
+        if dist.get_rank() == 0:
+            _check(twins)
+        dist.barrier()
+
+
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES, prefetch_bytes=[0, 10**6])
+def test_reads_of_rank_0_alone_others_in_the_next_step(stage: int, collectives: str, prefetch_bytes: int) -> None:
+    twins = Twins(stage, collectives=collectives, prefetch_bytes=prefetch_bytes)
+    for _ in range(3):
+        twins.backward_reference()
+        twins.backward()
+        twins.optimizers[0].step()
+        twins.optimizers[0].zero_grad()
+        twins.optimizers[1].step()
+        twins.optimizers[1].zero_grad()
+        twins.steps_done += 1
+        if dist.get_rank() == 0:
+            _check(twins)
+    _check(twins)  # the others take it for what rank 0 has read alone, and rank 0 is alone once more
+    dist.barrier()
+
+
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
+def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    for _ in range(3):
+        twins.step()
+        with torch.no_grad():
+            twins.model(twins.own())
+        everyone = twins.engine.world.everyone
+        found: list[object] = [None] * everyone.num_ranks
+        dist.all_gather_object(found, (progress(), twins.engine.world.serving.version))
+        assert all(each == found[0] for each in found)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_what_one_rank_cannot_read_alone_is_an_error_at_once(stage: int) -> None:
+    twins = Twins(stage, collectives="pairwise")
+    twins.step()
+    if dist.get_rank() == 0:
+        value = twins.model.head.weight.detach() * 2
+        with pytest.raises(zero.UsageError, match="rank 0 runs this alone"):
+            value.sum()
+    dist.barrier()
+    twins.step()
