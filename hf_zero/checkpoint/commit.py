@@ -33,6 +33,7 @@ from hf_zero.checkpoint.files.model_plan import FilePlan
 from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.checkpoint.ranks.background import WRITING_S, BackgroundSaves
 from hf_zero.checkpoint.ranks.cooperative import Extents, ranks_that_see, write_plan
+from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
 
@@ -46,7 +47,7 @@ class StagedCheckpoint:
     """A checkpoint that is being written; created, filled and committed by all ranks together.
 
     Args:
-        final: the folder that it will become.
+        final: the folder that it will become; rank 0's counts.
         world: the ranks.
         background: writes and commits it while training continues; None: that is done before `commit` returns.
 
@@ -59,7 +60,7 @@ class StagedCheckpoint:
     """
 
     def __init__(self, final: Path, world: World, background: BackgroundSaves | None = None) -> None:
-        self.final = final.absolute()
+        self.final = one_place(final.absolute(), world)
         self.outer = self.final.parent / f".{self.final.name}.staged"
         self.folder = self.outer / self.final.name
         self._world = world

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.checkpoint.ranks.background import WRITING_S
+from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.checkpoint.ranks.one_writer import save_on_first, saving_alone, world_of_whole
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredAlone, GatheredParameters, gather_whole
@@ -112,7 +113,7 @@ def save_whole(
     Args:
         model: the model.
         original: its own `save_pretrained`.
-        save_directory: as for `save_pretrained`.
+        save_directory: as for `save_pretrained`; rank 0's counts.
         is_main_process: whether this rank writes; only rank 0 does by default.
         state_dict: whole or sharded values to write; the model's own by default.
         **kwargs: passed on.
@@ -129,6 +130,7 @@ def save_whole(
         if is_main_process:
             _save_alone(model, partial(original, save_directory), state_dict, kwargs)
         return
+    save_directory = one_place(save_directory, world)
     writes = is_main_process and world.rank == 0
     is_alone = state_dict is None and not hasattr(model, "peft_config") and not kwargs.get("push_to_hub")
     if is_alone and world.share(writes, "who writes") and write_model(model, Path(save_directory), world, **kwargs):

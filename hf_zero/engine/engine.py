@@ -259,7 +259,7 @@ class ZeroEngine:
 
         Inside `GatheredParameters`, and in a part that was given other tensors for one call, that can wait.
         """
-        is_unchanged = self._structure.is_unchanged() and self._cast() is None
+        is_unchanged = self._structure.is_unchanged() and self._cast_since() is None
         if is_unchanged or any(id(p.param) in gathered for p in self.parameters):
             return False
         if not is_function_running("functional_call"):
@@ -284,7 +284,7 @@ class ZeroEngine:
         late.known_buffers = self._buffers
         return late.start_inside(model, module, args, kwargs)
 
-    def _cast(self) -> ZeroParameter | None:
+    def _cast_since(self) -> ZeroParameter | None:
         """A parameter whose dtype users have changed (`model.double()`, `.half()`), if that matters to this forward."""
         if isinstance(self.backward, PlainBackward) and not torch.is_grad_enabled():
             return None  # an evaluation computes with parameters as they are now
@@ -292,7 +292,7 @@ class ZeroEngine:
 
     def _check_dtypes(self) -> None:
         """Where a model that was cast cannot be partitioned anew: inside `GatheredParameters`, say."""
-        if (p := self._cast()) is not None:
+        if (p := self._cast_since()) is not None:
             raise PartitionError(
                 f"parameter {p.name!r} was cast from {p.dtype_at_rest} to {p.param.dtype} after the model was partitioned "
                 "(`model.to(dtype)`, `.half()`, ...): call the model next, outside GatheredParameters; or cast it before, "

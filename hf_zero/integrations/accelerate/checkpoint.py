@@ -34,6 +34,7 @@ from hf_zero.checkpoint.model_state import weight_files
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
 from hf_zero.checkpoint.ranks.background import WRITING_S
 from hf_zero.checkpoint.ranks.cooperative import match, read_plan
+from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
@@ -91,6 +92,7 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
         final = naming_folder(accelerator, "save_state") / f"checkpoint_{accelerator.save_iteration}"
     else:
         final = Path(output_dir).expanduser()
+    final = one_place(final.absolute(), world)
     world.from_first(lambda: check_place(final, is_named_here), f"saving {final}", CheckpointError)
     if world.rank == 0 and not accelerator.sync_gradients:
         logger.warning("save_state between optimizer steps: gradients accumulated since the last one are not saved")

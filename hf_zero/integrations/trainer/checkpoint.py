@@ -28,6 +28,7 @@ from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
 from hf_zero.checkpoint.ranks.background import background_of, wait_for
 from hf_zero.checkpoint.ranks.cooperative import read_plan, write_plan
+from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, UsageError
@@ -62,6 +63,13 @@ def _num_batches(trainer: Any) -> int:
     return int(trainer.args.world_size) // int(trainer.get_tp_size())
 
 
+def agree_on_folder(args: Any, model: nn.Module | None) -> None:
+    """Let a Trainer's output folder be rank 0's on all ranks; called by all of them together."""
+    engine = engine_under(model)
+    if engine is not None and engine.world.num_ranks > 1 and args.output_dir is not None:
+        args.output_dir = str(one_place(args.output_dir, engine.world))
+
+
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any) -> None:
     """Save as `Trainer._save_checkpoint` does, into a staged folder, and commit it.
 
@@ -71,9 +79,11 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     engine = engine_under(trainer.model)
     assert engine is not None
     wait_for(engine.world)
-    run = Path(trainer._get_output_dir(trial=trial))
-    final = run / f"checkpoint-{trainer.state.global_step}"
-    staged = StagedCheckpoint(final, engine.world, background_of(engine.world))
+    name = f"checkpoint-{trainer.state.global_step}"
+    staged = StagedCheckpoint(
+        Path(trainer._get_output_dir(trial=trial), name), engine.world, background_of(engine.world)
+    )
+    run = staged.final.parent
     best_before = trainer.state.best_model_checkpoint
     with staged.filling(), _into(trainer, staged):
         original(trainer, model, trial)

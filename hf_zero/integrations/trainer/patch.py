@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_zero.changes import Changes
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.checkpoint.model_state import write_model
+from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.integrations.accelerate.precision import scale_loss
@@ -85,6 +86,7 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
         if arguments is not None:
             prepare_model(model, arguments, callbacks)
             _rebind(given.get("optimizers"), model)
+            trainer_checkpoint.agree_on_folder(arguments, model)
         is_ours = getattr(arguments, "zero_config", None) is not None
         if is_ours and not any(isinstance(entry, callback) or entry is callback for entry in callbacks):
             given["callbacks"] = [*callbacks, callback]
@@ -139,6 +141,7 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not engine_under(self.model) and is_partitioned(self.model):
             raise UsageError("the Trainer's model was partitioned, but its engine is gone: make the Trainer again")
+        trainer_checkpoint.agree_on_folder(self.args, self.model)
         if resume_from_checkpoint and engine_under(self.model) is not None:
             resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint)
             if trainer_checkpoint.wants_weights_only(self.args):
@@ -169,6 +172,7 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = output_dir if output_dir is not None else self.args.output_dir
         if not engine.world.all_come(f"saving {type(self.model).__name__}", [p.param for p in engine.parameters]):
             return original(self, output_dir, whole_state_dict(engine.model))
+        output_dir = folder = str(one_place(folder, engine.world))
         with engine.world.together(f"saving {folder}", CheckpointError):
             original(self, output_dir, {})  # everything but the weights
         return write_model(engine.model, Path(folder), engine.world)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
@@ -83,3 +84,21 @@ def test_a_hook_of_save_state_saves_on_the_main_process_as_diffusers_scripts_do(
     found = load_file(folder / "state" / "unet" / "model.safetensors")
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
     accelerator.wait_for_everyone()
+
+
+@on_ranks(2, stage=[1, 2, 3])
+def test_folder_of_rank_0_counts_for_all(stage: int, tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared(stage, "pairwise")
+    step(accelerator, model, optimizer, 0)
+    own = tmp_path / f"{stage} {dist.get_rank()}"
+    model.save_pretrained(own / "weights")
+    accelerator.save_state(str(own / "state"))
+    accelerator.wait_for_everyone()
+    assert not (tmp_path / f"{stage} 1").exists()
+    first = tmp_path / f"{stage} 0"
+    weights = load_file(first / "weights" / "model.safetensors")
+    wanted = accelerator.get_state_dict(model)
+    assert all(torch.equal(wanted[key], value) for key, value in weights.items())
+    loss = step(accelerator, model, optimizer, 1)
+    accelerator.load_state(str(first / "state"))
+    assert step(accelerator, model, optimizer, 1) == loss

@@ -142,3 +142,24 @@ def test_rank_0_saves_the_model_alone(stage: int, build: Build, folder: str) -> 
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], value) for key, value in weights.items())
     dist.barrier()
+
+
+@on_ranks(2, stage=[1, 3])
+@undone
+def test_output_folder_of_rank_0_counts_for_all(stage: int, folder: str) -> None:
+    def out(rank: int) -> str:
+        return f"{folder}/of rank {rank} in stage {stage}"
+
+    own = out(dist.get_rank())
+    args = arguments(folder, stage, output_dir=own, save_strategy="steps", save_steps=2)
+    trainer = trainer_of(loaded(folder), args)
+    trainer.train()
+    trainer.save_model()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    dist.barrier()
+    assert not Path(out(1)).exists()
+    assert trainer.args.output_dir == out(0)
+    assert {"checkpoint-2", "checkpoint-4", "model.safetensors"} <= {path.name for path in Path(out(0)).iterdir()}
+    again = trainer_of(loaded(folder), arguments(folder, stage, output_dir=own))
+    again.train(resume_from_checkpoint=f"{own}/checkpoint-2")
+    assert [entry["loss"] for entry in again.state.log_history if "loss" in entry] == losses
