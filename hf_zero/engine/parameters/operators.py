@@ -28,7 +28,8 @@ _FACTORIES = frozenset(("new_empty", "new_zeros", "new_ones", "new_full", "new_e
 _DRAWS_UNREAD = frozenset(
     ("normal_", "uniform_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_", "bernoulli_")
 )
-_VIEWS_UNSAID = ("unsafe_split", "unsafe_split_with_sizes")  # of the same memory, though autograd is not told
+# Of the same memory, though autograd is not told.
+_VIEWS_UNSAID = ("unsafe_split", "unsafe_split_with_sizes", "_unsafe_view")
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 

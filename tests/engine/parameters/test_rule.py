@@ -42,8 +42,9 @@ def test_lists_that_are_not_put_together_by_element_are_whole() -> None:
 def test_parts_that_torch_does_not_call_views_are_views() -> None:
     plain = torch.randn(5, 4)
     rest = _at_rest(plain, _world())
-    rest.unsafe_chunk(2)[1].mul_(2)
-    plain.unsafe_chunk(2)[1].mul_(2)
+    for tensor in (rest, plain):
+        tensor.unsafe_chunk(2)[1].mul_(2)
+        torch.ops.aten._unsafe_view(tensor, (4, 5))[0].mul_(3)
     torch.testing.assert_close(rest.full_tensor(), plain)
 
 
