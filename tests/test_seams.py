@@ -166,6 +166,7 @@ TORCH = [
     Seam(nn.Module(), "_forward_pre_hooks", "", "mark_dirty: whether an engine is to come"),
     Seam(nn.Module, "register_parameter", "output = hook(self, name, param)", "Cutter: what a hook returns is kept"),
     Seam(nn.Module, "_call_impl", "_forward_hooks_always_called", "forward hooks run after an exception"),
+    Seam(nn.Module, "_apply", "torch.utils.swap_tensors(param, param_applied)", "other memory is an edit"),
     Seam(torch.nn.utils.parametrize, "_maybe_set", "torch.utils.swap_tensors(dest, src)", "no exchange with itself"),
     Seam(nn.Parameter, "__new__", "t._is_param = True", "an alias of a parameter is none"),
     Seam(nn.Module, "load_state_dict", 'local_metadata["assign_to_params_buffers"] = assign', "assign=True copies"),

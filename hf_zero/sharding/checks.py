@@ -36,7 +36,10 @@ def check_model(model: nn.Module) -> None:
     if len(whole) > 1:
         raise PartitionError(f"{name} is on several devices ({', '.join(sorted(whole))}): move it to one first")
     if devices == {"meta"}:
-        raise PartitionError(f"{name} has no values yet (meta device): load it with from_pretrained under zero.Init")
+        raise PartitionError(
+            f"{name} has no values yet (meta device): load it with from_pretrained, or construct it, under zero.Init, where it "
+            "is never whole; or call its `to_empty(device=...)` and initialise it first"
+        )
     for param_name, param in model.named_parameters():
         if param.requires_grad and param.is_complex():
             raise PartitionError(

@@ -1,13 +1,14 @@
-"""Models that are cast after they were partitioned."""
+"""Models that are cast, or given other memory, after they were partitioned."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, assert_same, batch, sgd, square_loss
+from tests.engine.twins import EXCHANGES, SHARDED, SHORT_S, STAGES, Net, Twins, assert_same, batch, sgd, square_loss
 from tests.ranks import on_ranks
 
 
@@ -67,3 +68,55 @@ def test_a_part_of_a_model_that_was_cast_says_what_to_do(stage: int) -> None:
     twins.draw = double_batch
     twins.step()
     assert_same(twins.model, twins.reference)
+
+
+def _emptied(model: nn.Module) -> None:
+    """As a model on the meta device gets its memory."""
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.reset_parameters()
+
+
+def _scaled(model: nn.Module) -> None:
+    model._apply(lambda tensor: tensor.clone() * 1.1)
+
+
+def _to_what_it_is(model: nn.Module) -> None:
+    model.to(torch.float32).cpu().float()
+
+
+def _there_and_back(model: nn.Module) -> None:
+    model.double().float()
+
+
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES, change=[_emptied, _scaled, _to_what_it_is, _there_and_back])
+def test_memory_that_torch_exchanges_is_an_edit(
+    stage: int, collectives: str, change: Callable[[nn.Module], None]
+) -> None:
+    twins = Twins(stage, collectives=collectives, units={"min_numel": 1})
+    twins.step()
+    for model in (twins.model, twins.reference):
+        change(model)
+    twins.step(2)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_rank_may_move_a_model_to_where_it_is_alone(stage: int) -> None:
+    twins = Twins(stage, timeout_s=SHORT_S)
+    if twins.rank == 0:
+        twins.model.to("cpu")
+    twins.step()
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_model_without_values_says_what_to_do_and_is_partitioned_when_it_has_some(stage: int) -> None:
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(zero.PartitionError, match=r"meta device.*to_empty"):
+        zero.shard_model(model, zero.ZeroConfig(stage=stage))
+    _emptied(model)
+    whole = copy.deepcopy(model)
+    zero.shard_model(model, zero.ZeroConfig(stage=stage))
+    torch.testing.assert_close(model(batch(0, 0)), whole(batch(0, 0)))

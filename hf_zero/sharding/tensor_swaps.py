@@ -1,0 +1,38 @@
+"""What torch exchanges inside a module, by `torch.utils.swap_tensors`, that is partitioned already.
+
+- `nn.Module._apply` (`to_empty`, `to(dtype)`, functions of a user's own) gives a parameter other memory so. That is an edit,
+  which passes no operator: the engine is told here, see [Note: an edit is seen].
+- `nn.utils.parametrize` exchanges a parameter with itself where a parametrization has no `right_inverse`, and marks it so that
+  its next backward raises. Nothing is exchanged then.
+
+`hf_zero.undo()` puts the original back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_zero import torch_compat
+from hf_zero.changes import Changes
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
+
+_changes = Changes()
+
+
+def install() -> None:
+    """Wrap torch's function; a second call changes nothing."""
+    if not _changes:
+        _changes.keep()
+        _changes.wrap(torch.utils, "swap_tensors", _swap)
+
+
+def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) -> None:
+    if t1 is t2:
+        return
+    # `module.to` what it is already exchanges the parameter with an alias. Not by addresses: ranks without rows must agree.
+    if isinstance(t1, PartitionedTensor) and torch_compat.local_of(t1) is not torch_compat.local_of(t2):
+        t1.before_edit()
+    original(t1, t2)
