@@ -1,19 +1,20 @@
-"""The same cases on a GPU (`pytest -m gpu -s tests/gpu`), on CPU ranks, and on a device that is simulated on CPUs (slow)."""
+"""The same cases on a GPU (`pytest -m gpu -s tests/gpu`), on CPU ranks, and on the late device, on CPUs (slow)."""
 
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.cases import CASES_OF_TWO, NEED_A_FOLDER, run
+from tests.gpu.cases import CASES_OF_FOUR, CASES_OF_TWO, NEED_A_FOLDER, run
 from tests.ranks import ENVIRONMENT, on_ranks
 
-_LIMIT_S = 120
+_LIMIT_S = 300
 # What everyday tests ask for.
 _DROPPED = {"HF_ZERO_COLLECTIVES", "ACCELERATE_USE_CPU"} if torch.cuda.is_available() else {"HF_ZERO_COLLECTIVES"}
 # NCCL refuses two ranks on one device unless each claims to be on a host of its own; they talk over sockets then.
@@ -57,46 +58,56 @@ def test_cases_can_be_launched(tmp_path: Path) -> None:
     assert _launched("resume", tmp_path).startswith("resume: right")
 
 
+@pytest.fixture(scope="session")
+def late_device() -> None:
+    """Build it, which takes a minute or more; nobody ends that, since torch would wait for its lock for ever."""
+    code = "from tests.gpu.late.device import build; build()"
+    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("late_device")
 @pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja"))), reason="nothing to build the device with")
-@pytest.mark.parametrize(
-    "name", [name for name in CASES_OF_TWO if name != "late"]
-)  # its exchanges make the process wait
-def test_on_a_simulated_device(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    built = {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.getbasetemp() / "built")}
-    assert _launched(name, tmp_path, "tests.gpu.simulated.run", built).startswith(f"{name}: right")
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize("name", [*CASES_OF_TWO, *CASES_OF_FOUR])
+def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
+    module = ["tests.gpu.late.run", name, order]
+    assert _launched(name, tmp_path, module, 4 if name in CASES_OF_FOUR else 2).startswith(f"{name}: right")
 
 
-def _launched(name: str, tmp_path: Path, module: str = "tests.gpu.cases", more: dict[str, str] | None = None) -> str:
-    """Two processes on two GPUs, or on the one there is."""
+def _launched(name: str, tmp_path: Path, module: Sequence[str] = (), num_ranks: int = 2) -> str:
+    """A process a rank, each on a GPU of its own, or all on the one there is. The late device has two a host."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    shares = torch.cuda.device_count() < 2
-    words = [sys.executable, "-m", module, name, *_folder(name, tmp_path)]
-    ranks, logs = [], [tmp_path / f"rank{rank}" for rank in (0, 1)]
-    environment = {key: value for key, value in ENVIRONMENT.items() if key not in _DROPPED} | (more or {})
+    is_late = bool(module)
+    shares = torch.cuda.device_count() < num_ranks and not is_late
+    words = [sys.executable, "-m", *(module or ("tests.gpu.cases", name)), *_folder(name, tmp_path)]
+    ranks, logs = [], [tmp_path / f"rank{rank}" for rank in range(num_ranks)]
+    environment = {key: value for key, value in ENVIRONMENT.items() if key not in _DROPPED}
     for rank, log in enumerate(logs):
         own = environment | {
             "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0" if shares else str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_RANK": "0" if shares else str(rank % 2 if is_late else rank),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
         if shares:
             own |= _ON_ONE_DEVICE | {"NCCL_HOSTID": f"host{rank}"}
+        elif is_late:
+            own["NCCL_HOSTID"] = f"host{rank // 2}"
         with log.open("wb") as output:
             ranks.append(subprocess.Popen(words, env=own, stdout=output, stderr=subprocess.STDOUT))
     try:
         deadline = time.monotonic() + _LIMIT_S
         while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
             if any(each.returncode for each in ranks):
-                deadline = min(deadline, time.monotonic() + 10)  # the other may have something to say, too
+                deadline = min(deadline, time.monotonic() + 10)  # the others may have something to say, too
             time.sleep(0.1)
     finally:
         for each in ranks:
             each.kill()
             each.wait()
     texts = [log.read_text(errors="replace") for log in logs]
-    assert [each.returncode for each in ranks] == [0, 0], "\n---\n".join(text[-4000:] for text in texts)
+    assert [each.returncode for each in ranks] == [0] * num_ranks, "\n---\n".join(text[-4000:] for text in texts)
     return next(line for line in texts[0].splitlines() if line.startswith(f"{name}: right"))

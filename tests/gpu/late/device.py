@@ -1,0 +1,59 @@
+"""The device "sim" in Python: built with the machine's compiler, and known to torch as an accelerator."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.cpp_extension import load
+
+_HERE = Path(__file__).parent
+
+
+def build() -> Any:
+    """The device's library, built where it is not yet."""
+    sources = [str(_HERE / name) for name in ("device.cpp", "exchanges.cpp")]
+    flags = ["-O1", "-g0", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+    return load("hf_zero_late_device", sources, extra_cflags=flags)
+
+
+def register() -> Any:
+    """Build the device and make it torch's accelerator, once in a process; gives what `device.cpp` offers."""
+    torch.utils.rename_privateuse1_backend("sim")
+    built = build()
+    generator = built.generator()
+    module: Any = types.ModuleType("torch.sim")
+    module.is_available = module.is_initialized = lambda: True
+    module.device_count = lambda: built.num_devices
+    module.current_device = built.current_device
+    module.set_device = lambda device: built.set_device(_index(device))
+    module.synchronize = lambda *_: built.synchronize()
+    module.manual_seed_all = generator.manual_seed
+    module._is_in_bad_fork = lambda: False
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.get_rng_state = lambda *_: generator.get_state()
+    module.set_rng_state = lambda state, *_: generator.set_state(state)
+    module.mem_get_info = lambda *_: (2**30, 2**30)
+    module.set_sync_debug_mode = lambda mode: built.forbid_syncs(mode == "error")
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "reset_peak_memory_stats"):
+        setattr(module, name, lambda device=None, read=getattr(built, name): read(_index(device)))
+    torch._register_device_module("sim", module)
+    sys.modules["torch.sim"] = module
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    def exchanges(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return built.exchanges(dist.ProcessGroupGloo(store, rank, size, timeout), store, rank, size)
+
+    dist.Backend.register_backend("late", exchanges, devices=["sim"])
+    return built
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index

@@ -1,0 +1,72 @@
+"""Cases of the GPU's on a rank of the late device: `python -m tests.gpu.late.run NAME[,NAME...] ORDER [FOLDER]`.
+
+ORDER says which of the orders that CUDA permits is taken, "late" or "early": see streams.h.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import sys
+import traceback
+from typing import Any
+
+import accelerate.state
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.gpu.late.device import register
+
+
+def _make_up_for_torch() -> None:
+    """Torch refuses `tensor.data = ` across the CPU and such a device, not across the CPU and a GPU."""
+
+    def put_on(tensor: Tensor, device: torch.device) -> None:
+        if tensor.device != device:
+            new = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            torch.utils.swap_tensors(tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new)
+
+    torch.__future__.set_swap_module_params_on_conversion(True)  # for `module.to`
+    importlib.import_module("hf_zero.sharding.cutting").put_on = put_on  # type: ignore[attr-defined]
+
+
+def _tell_accelerate(device: torch.device) -> None:
+    make = accelerate.state.PartialState.__init__
+
+    def make_on_device(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.device = device
+
+    accelerate.state.PartialState.__init__ = make_on_device
+
+
+def main(names: str, order: str, *folder: str) -> None:
+    """Run cases on this rank, and say of each that it is right."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    built = register()
+    built.run_early(order == "early")
+    device = torch.device("sim", int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    dist.init_process_group("cpu:gloo,sim:late")
+    _make_up_for_torch()
+    _tell_accelerate(device)
+    from tests.gpu import cases
+
+    for name in names.split(","):
+        found = cases.CASES[name](device, *(folder if name in cases.NEED_A_FOLDER else ()))
+        built.synchronize()  # what nobody has waited for: the groups of a model that is gone are closed
+        print(f"{name}: right. {found}", flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(float(os.environ.get("STACKS_AFTER_S", "280")))  # of a rank that hangs
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # torch does not take such a device down in order

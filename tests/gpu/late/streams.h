@@ -1,0 +1,168 @@
+// Streams whose work happens as late, or in as unfortunate an order, as CUDA permits.
+//
+// An operation queues a closure over raw addresses, as a kernel launch does. What is queued runs when the host waits for it, and
+// then only what it depends on. Two orders lie at the two ends of what CUDA permits: "late" (streams of exchanges and copies run
+// when they are waited for) and "early" (they run as soon as what they wait for is done, the computation as late as it can).
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <unistd.h>
+
+namespace late {
+
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+constexpr int kDevices = 2;
+
+struct Event {
+  std::atomic<bool> done{false};
+  int stream = 0;
+};
+using EventPtr = std::shared_ptr<Event>;
+
+struct Task {
+  std::function<bool()> run;  // false: it waits for other ranks, and is asked again later
+  EventPtr wait, mark;
+};
+
+struct Stream {
+  c10::DeviceIndex device = 0;
+  bool is_side = false;  // of exchanges: all others are computed on
+  std::deque<Task> tasks;
+};
+
+// The first are the default streams of the devices. A deque, so that a stream stays where it is.
+inline std::deque<Stream> streams(kDevices);
+inline thread_local c10::DeviceIndex current_device = 0;
+inline thread_local int current_streams[kDevices] = {0, 1};
+inline int current() { return current_streams[current_device]; }
+
+inline bool runs_early = false;
+inline bool forbids_syncs = false;
+inline std::map<std::string, int64_t> counts;
+inline std::recursive_mutex mutex;
+inline std::atomic<int64_t> activity{0};  // grows with whatever is queued or run
+
+struct Lock {  // whoever waits for it lets go of Python, whose owner may hold it
+  Lock() {
+    if (mutex.try_lock()) return;
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      py::gil_scoped_release released;
+      mutex.lock();
+    } else {
+      mutex.lock();
+    }
+  }
+  ~Lock() { mutex.unlock(); }
+};
+
+inline bool is_running = false;  // a task may free tensors, which queues tasks
+
+// Run the next task of a stream, if it can.
+inline bool step(int s) {
+  auto& tasks = streams[s].tasks;
+  if (tasks.empty() || is_running) return false;
+  Task& task = tasks.front();
+  if (task.wait && !task.wait->done) return false;
+  if (task.run) {
+    is_running = true;
+    bool is_over = false;
+    try {
+      is_over = task.run();
+    } catch (const c10::Error& error) {  // as an assertion on a device, after which nothing can be done with it
+      std::cerr << "an operation failed on the device: " << error.what_without_backtrace() << std::endl;
+      _exit(70);
+    } catch (const std::exception& error) {
+      std::cerr << "an operation failed on the device: " << error.what() << std::endl;
+      _exit(70);
+    }
+    is_running = false;
+    if (!is_over) return false;
+  }
+  if (task.mark) task.mark->done = true;
+  tasks.pop_front();
+  activity++;
+  return true;
+}
+
+inline bool step_all(bool only_side) {
+  bool any = false;
+  for (size_t s = 0; s < streams.size(); s++) {
+    if (streams[s].is_side || !only_side) any |= step(s);
+  }
+  return any;
+}
+
+inline void run_side_streams_early() {
+  while (runs_early && step_all(true)) {
+  }
+}
+
+inline void push(int s, Task task) {
+  streams[s].tasks.push_back(std::move(task));
+  counts[streams[s].is_side ? "tasks on side streams" : "tasks of the computation"]++;
+  activity++;
+  run_side_streams_early();
+}
+
+inline EventPtr record(int s) {
+  auto event = std::make_shared<Event>();
+  event->stream = s;
+  push(s, {nullptr, nullptr, event});
+  return event;
+}
+
+// Run what comes before an event on its stream, and what that waits for; nothing else, unless other ranks are waited for.
+inline void force(EventPtr event) {  // a copy: the task that it is part of may be over meanwhile
+  while (!event->done) {
+    Task& task = streams[event->stream].tasks.front();
+    if (task.wait && !task.wait->done) {
+      force(task.wait);
+    } else if (step(event->stream)) {
+      run_side_streams_early();
+    } else if (!step_all(false)) {
+      mutex.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      mutex.lock();
+    }
+  }
+}
+
+inline void synchronize(int s) { force(record(s)); }
+
+// The host waits for the current stream.
+inline void wait_here(const std::string& why) {
+  TORCH_CHECK(!forbids_syncs, why, " waits for the device");
+  Lock lock;
+  counts["host waits: " + why]++;
+  synchronize(current());
+}
+
+// A device goes on while the host stands: it may wait for a peer, who waits for an exchange that is queued here.
+inline void keep_going() {
+  for (int device = 0; device < kDevices; device++) streams[device].device = device;
+  std::thread([] {
+    int64_t seen = -1;
+    for (int idle = 0;; std::this_thread::sleep_for(std::chrono::milliseconds(25))) {
+      idle = activity == seen ? idle + 1 : 0;
+      seen = activity;
+      if (idle < 10) continue;
+      std::lock_guard<std::recursive_mutex> guard(mutex);
+      while (step_all(false)) seen = activity;  // and goes on at once, as soon as a peer has come
+    }
+  }).detach();
+}
+
+}  // namespace late
