@@ -203,7 +203,9 @@ def train_sharded(model: nn.Module, case: Case, recipe: Recipe, config: dict[str
             for p in model.parameters():
                 p.add_(rank)
     if recipe.bf16:
-        config = {"compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32", **config}
+        # The models cast what they compute with; a target of a loss stays as it is, as in the oracle.
+        dtypes = {"compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32"}
+        config = {**dtypes, "cast_forward_inputs": False, **config}
     engine = hf_zero.shard_model(model, config)
     checkpoint(model, recipe)
     trace = train_own(model, model, case, recipe, rank)
