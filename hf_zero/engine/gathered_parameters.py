@@ -286,7 +286,9 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: nn.Parameter) -> None:
     """Let modules hold `param` again, but for those that were given another parameter, or another shape, meanwhile."""
     gathered.pop(id(param), None)
-    del vars(whole)[STANDS_FOR]  # where it stays, it is a parameter like any that a module has been given
+    del vars(whole)[STANDS_FOR]
+    if isinstance(whole, WholeParameter):
+        whole.__class__ = nn.Parameter  # where it stays, it is one like any that a module has been given
     if whole.shape == param.shape:
         put([(module, name) for module, name in places if module._parameters.get(name) is whole], param)
 

@@ -195,7 +195,7 @@ def test_a_step_of_another_rank_since_is_an_error(tmp_path: Path) -> None:
     first = failures[0]
     assert first is not None
     assert first.type_name == "CollectiveError"
-    assert "rank 0 reads a parameter alone, but rank 1 has changed it since" in first.message
+    assert "rank 0 reads a model alone, but rank 1 has changed it since" in first.message
     assert not (tmp_path / "model.safetensors").exists()
 
 

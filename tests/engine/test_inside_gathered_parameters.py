@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
-from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, assert_same, whole
+from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, assert_same, sgd, whole
 from tests.ranks import on_ranks
 
 CHOSEN: dict[str, Callable[[nn.Module], Any]] = {
@@ -156,15 +156,13 @@ def test_edits_of_a_reference_taken_before_are_kept(stage: int, collectives: str
 
 
 @on_ranks(2, stage=SHARDED)
-def test_an_optimizer_of_what_was_whole_is_an_error(stage: int) -> None:
+def test_an_optimizer_of_what_was_whole_steps_on_the_parameters(stage: int) -> None:
     twins = Twins(stage, timeout_s=20)
     with zero.GatheredParameters(twins.model):
-        optimizer = torch.optim.SGD(twins.model.parameters(), lr=0.1)
-    twins.backward()
-    with pytest.raises(zero.ZeroError, match=r"'enter.weight' as it was before"):
-        optimizer.step()
-    twins.backward_reference()
-    twins.update()
+        twins.optimizers[0] = sgd(twins.model)
+    for _ in range(2):
+        twins.step()
+    assert {id(p) for p in twins.optimizers[0].param_groups[0]["params"]} == {id(p) for p in twins.model.parameters()}
 
 
 @on_ranks(2, stage=SHARDED)
