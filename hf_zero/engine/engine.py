@@ -28,15 +28,16 @@ from hf_zero.engine.parameters.records import ZeroParameter, gathered
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.as_partitioned import AsPartitioned
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
-from hf_zero.engine.units.grouping import FoundParameter, Structure, find_parameters, group, roots_of
+from hf_zero.engine.units.grouping import FoundParameter, find_parameters, group, roots_of
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, tensors_in
 from hf_zero.engine.units.served import ServedParameters
-from hf_zero.engine.units.under_way import calls_of, has_raised, is_function_running, is_peeked_at
+from hf_zero.engine.units.under_way import calls_of, has_raised, is_peeked_at
 from hf_zero.engine.units.unit import Unit
-from hf_zero.errors import PartitionError, UsageError
+from hf_zero.errors import ZeroError
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class ZeroEngine:
         self._handles += compute_in_float32(model, self.world.config)
         self._cast = CastInputs(model, self.world.config, self.world.precision.compute)
         self._handles += self._cast.register([model, *(entry for unit in self.units for entry in unit.entries)])
-        self._structure = Structure(model)
+        self._as_partitioned = AsPartitioned(model, self.parameters)
         self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         after_load = Hook(self._after_load)
@@ -234,7 +235,6 @@ class ZeroEngine:
         model = self._model()
         if model is not None and self._has_changed(module, model):
             return self._start_anew(model, module, args, kwargs)
-        self._check_dtypes()
         for entry in self.backward.entries:
             entry.reset()
         self.gathering.drop()  # if the last forward had no backward, or failed on some ranks only
@@ -255,22 +255,13 @@ class ZeroEngine:
         return calls_of(outermost, self._thread) >= self._roots.count(outermost) + is_own_call
 
     def _has_changed(self, module: nn.Module, model: nn.Module) -> bool:
-        """Whether the model holds others than when it was partitioned, or in other dtypes, in a call of `module`.
-
-        Inside `GatheredParameters`, and in a part that was given other tensors for one call, that can wait.
-        """
-        is_unchanged = self._structure.is_unchanged() and self._cast_since() is None
-        if is_unchanged or any(id(p.param) in gathered for p in self.parameters):
-            return False
-        if not is_function_running("functional_call"):
-            return True
-        if module is model:
+        # An evaluation of plain parameters computes with them as they are now.
+        minds_dtypes = torch.is_grad_enabled() or not isinstance(self.backward, PlainBackward)
+        try:
+            return self._as_partitioned.has_changed(module is model, minds_dtypes)
+        except ZeroError:
             self._roots.clear()
-            raise UsageError(
-                "torch.func.functional_call puts other tensors into the modules of a partitioned model for one call, which "
-                "the engine cannot tell from new parameters: call it on a whole copy (`copy.deepcopy` before shard_model)"
-            )
-        return False
+            raise
 
     def _start_anew(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The model has other parameters or dtypes than before: run this forward under a new engine."""
@@ -283,21 +274,6 @@ class ZeroEngine:
         late = copy.deepcopy(self._copied_as)
         late.known_buffers = self._buffers
         return late.start_inside(model, module, args, kwargs)
-
-    def _cast_since(self) -> ZeroParameter | None:
-        """A parameter whose dtype users have changed (`model.double()`, `.half()`), if that matters to this forward."""
-        if isinstance(self.backward, PlainBackward) and not torch.is_grad_enabled():
-            return None  # an evaluation computes with parameters as they are now
-        return next((p for p in self.parameters if p.param.dtype != p.dtype_at_rest), None)
-
-    def _check_dtypes(self) -> None:
-        """Where a model that was cast cannot be partitioned anew: inside `GatheredParameters`, say."""
-        if (p := self._cast_since()) is not None:
-            raise PartitionError(
-                f"parameter {p.name!r} was cast from {p.dtype_at_rest} to {p.param.dtype} after the model was partitioned "
-                "(`model.to(dtype)`, `.half()`, ...): call the model next, outside GatheredParameters; or cast it before, "
-                "or set compute_dtype and master_dtype"
-            )
 
     def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._roots:

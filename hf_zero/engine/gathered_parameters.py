@@ -288,7 +288,7 @@ def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: n
     gathered.pop(id(param), None)
     del vars(whole)[STANDS_FOR]
     if isinstance(whole, WholeParameter):
-        whole.__class__ = nn.Parameter  # where it stays, it is one like any that a module has been given
+        cast(Any, whole).__class__ = nn.Parameter  # where it stays, it is one like any that a module has been given
     if whole.shape == param.shape:
         put([(module, name) for module, name in places if module._parameters.get(name) is whole], param)
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -33,18 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.operators import writes_of
-from hf_zero.engine.parameters.rule import AtRest, Root, gather, run
+from hf_zero.engine.parameters.rule import Root, run
 from hf_zero.engine.parameters.user_hooks import HOOKS, hold_again, let_hold, register
+from hf_zero.engine.parameters.views import Readable, View, views
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
-
-Step = Callable[[Tensor], Tensor]  # takes a view
 
 
 class Owner(Protocol):
@@ -104,38 +100,7 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
     return {key: value for key, value in vars(tensor).items() if key not in _SLOTS}
 
 
-class _Read(AtRest):
-    """What needs the values themselves, in Python."""
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor; in the graph, its gradient is reduced over the ranks as that of any use in the model."""
-        tensor = cast(Tensor, self)
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return tensor.clone()
-        (whole,) = gather([self.root], f"the whole of {self.describe()}")
-        return self.of(whole if self.root.is_cut and self.root.shown is None else whole.detach())
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor's values."""
-        if not force and torch.is_grad_enabled() and cast(Tensor, self).requires_grad:
-            raise UsageError(f"numpy() of {self.describe()}, which is in the graph: call `.detach().numpy()`")
-        with torch.no_grad():
-            return self.full_tensor().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """The whole tensor's values, as Python numbers."""
-        with torch.no_grad():
-            return self.full_tensor().tolist()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            f"{self.describe()} is partitioned: pickling it (torch.save) would keep this rank's rows only. Save whole weights "
-            "with `model.save_pretrained`, `trainer.save_model` or `accelerator.get_state_dict(model)`, called on every rank, "
-            "or take `model.state_dict()` inside `with zero.GatheredParameters(model):`"
-        )
-
-
-class PartitionedTensor(_Read, Root, DTensor):
+class PartitionedTensor(Readable, Root, DTensor):
     """A `DTensor` that is a parameter of hf_zero, an alias of one, or computed from one: see the notes above."""
 
     _zero_base: PartitionedTensor | None  # of an alias: the parameter; None for a value
@@ -217,7 +182,7 @@ class PartitionedTensor(_Read, Root, DTensor):
     def taken(self, func: Any, args: Any, kwargs: Any) -> Any:
         """See `AtRest.taken`."""
         base = self if self._zero_param is None or self is self._zero_param else self.alias()
-        return _views(base, (), func, args, kwargs)
+        return views(base, (), func, args, kwargs)
 
     def alias(self) -> PartitionedTensor:
         """See `AtRest.alias`."""
@@ -348,102 +313,6 @@ def rows_like(rows: Tensor, param: Tensor) -> Tensor:
     if isinstance(param, PartitionedTensor):
         return param.like(rows)
     return DTensor.__new__(DTensor, rows, param._spec, requires_grad=False) if isinstance(param, DTensor) else rows
-
-
-class View(_Read, Tensor):
-    """A view of a tensor at rest: how it was taken, not what it shows."""
-
-    _root: PartitionedTensor
-    _steps: tuple[Step, ...]
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def taken_from(cls, root: PartitionedTensor, steps: tuple[Step, ...], seen: Tensor) -> View:
-        """The view of `root` that `steps` take one after another, which looks like `seen`."""
-        new: View = Tensor._make_wrapper_subclass(
-            cls, seen.shape, seen.stride(), seen.storage_offset(), dtype=seen.dtype, device=root.device
-        )
-        new._root, new._steps = root, steps
-        return new
-
-    @property
-    def root(self) -> PartitionedTensor:
-        """See `AtRest.root`."""
-        return self._root
-
-    def of(self, whole: Tensor) -> Tensor:
-        """See `AtRest.of`."""
-        for step in self._steps:
-            whole = step(whole)
-        return whole
-
-    def taken(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """See `AtRest.taken`."""
-        return _views(self._root, self._steps, func, args, kwargs)
-
-    def alias(self) -> View:
-        """See `AtRest.alias`."""
-        return View.taken_from(self._root, self._steps, self)
-
-    def describe(self) -> str:
-        """See `AtRest.describe`."""
-        return f"a view of {self._root.describe()}"
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"View(shape={tuple(self.shape)}, of={self._root.describe()})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = new = self.detach().clone()
-        return new
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """See [Note: the rule for tensors at rest]."""
-        return run(func, args, kwargs or {})
-
-
-def _views(root: PartitionedTensor, steps: tuple[Step, ...], func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator that takes views gives: one, or several."""
-    seen = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
-    for step in steps:
-        seen = step(seen)
-    result = func(seen, *args, **kwargs)
-    if isinstance(result, Tensor):
-        return View.taken_from(root, (*steps, lambda whole: func(whole, *args, **kwargs)), result)
-    piece = functools.partial(functools.partial, _piece, func, args, kwargs)
-    return type(result)(View.taken_from(root, (*steps, piece(place)), one) for place, one in enumerate(result))
-
-
-def _piece(func: Any, args: Any, kwargs: Any, place: int, whole: Tensor) -> Tensor:
-    return cast(Tensor, func(whole, *args, **kwargs)[place])
-
-
-class UnreducedGradient(DTensor):
-    """What `.grad` is under `no_sync` in stage 1: this rank's whole gradient, with the placement `Partial`.
-
-    What users compute of it is their rank's own, and plain, as under DDP.
-    """
-
-    @classmethod
-    def over(cls, whole: Tensor, parameter: DTensor, averages: bool) -> UnreducedGradient:
-        """A gradient of the shape of `parameter` over this rank's own `whole`."""
-        plain = torch_compat.wrap_partial(whole, parameter, averages)
-        return cast(UnreducedGradient, cls.__new__(cls, plain._local_tensor, plain._spec, requires_grad=False))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
-            return cls.__new__(cls, args[0]._local_tensor, args[0]._spec, requires_grad=False)
-        written = [t for i, _ in writes_of(func) if i < len(args) for t in pytree.tree_leaves(args[i])]
-        args, kwargs = pytree.tree_map_only(cls, lambda t: t._local_tensor, (args, kwargs))
-        result = (
-            run(func, args, kwargs)
-            if any(isinstance(t, AtRest) for t in pytree.tree_leaves(args))
-            else func(*args, **kwargs)
-        )
-        return written[0] if written and isinstance(result, Tensor) else result
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:

@@ -1,0 +1,116 @@
+"""Views of tensors at rest: see [Note: the rule for tensors at rest] in `partitioned_tensor`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from hf_zero.engine.parameters.rule import AtRest, Root, gather, run
+from hf_zero.errors import UsageError
+
+Step = Callable[[Tensor], Tensor]  # takes a view
+
+
+class Readable(AtRest):
+    """What needs the values themselves, in Python."""
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor; in the graph, its gradient is reduced over the ranks as that of any use in the model."""
+        tensor = cast(Tensor, self)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return tensor.clone()
+        (whole,) = gather([self.root], f"the whole of {self.describe()}")
+        return self.of(whole if self.root.is_cut and self.root.shown is None else whole.detach())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor's values."""
+        if not force and torch.is_grad_enabled() and cast(Tensor, self).requires_grad:
+            raise UsageError(f"numpy() of {self.describe()}, which is in the graph: call `.detach().numpy()`")
+        with torch.no_grad():
+            return self.full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole tensor's values, as Python numbers."""
+        with torch.no_grad():
+            return self.full_tensor().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"{self.describe()} is partitioned: pickling it (torch.save) would keep this rank's rows only. Save whole weights "
+            "with `model.save_pretrained`, `trainer.save_model` or `accelerator.get_state_dict(model)`, called on every rank, "
+            "or take `model.state_dict()` inside `with zero.GatheredParameters(model):`"
+        )
+
+
+class View(Readable, Tensor):
+    """A view of a tensor at rest: how it was taken, not what it shows."""
+
+    _root: Root
+    _steps: tuple[Step, ...]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def taken_from(cls, root: Root, steps: tuple[Step, ...], seen: Tensor) -> View:
+        """The view of `root` that `steps` take one after another, which looks like `seen`."""
+        new: View = Tensor._make_wrapper_subclass(
+            cls, seen.shape, seen.stride(), seen.storage_offset(), dtype=seen.dtype, device=cast(Tensor, root).device
+        )
+        new._root, new._steps = root, steps
+        return new
+
+    @property
+    def root(self) -> Root:
+        """See `AtRest.root`."""
+        return self._root
+
+    def of(self, whole: Tensor) -> Tensor:
+        """See `AtRest.of`."""
+        for step in self._steps:
+            whole = step(whole)
+        return whole
+
+    def taken(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """See `AtRest.taken`."""
+        return views(self._root, self._steps, func, args, kwargs)
+
+    def alias(self) -> View:
+        """See `AtRest.alias`."""
+        return View.taken_from(self._root, self._steps, self)
+
+    def describe(self) -> str:
+        """See `AtRest.describe`."""
+        return f"a view of {self._root.describe()}"
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"View(shape={tuple(self.shape)}, of={self._root.describe()})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = new = self.detach().clone()
+        return new
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """See [Note: the rule for tensors at rest]."""
+        return run(func, args, kwargs or {})
+
+
+def views(root: Root, steps: tuple[Step, ...], func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator that takes views gives: one, or several."""
+    of = cast(Tensor, root)
+    seen = torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta")
+    for step in steps:
+        seen = step(seen)
+    result = func(seen, *args, **kwargs)
+    if isinstance(result, Tensor):
+        return View.taken_from(root, (*steps, lambda whole: func(whole, *args, **kwargs)), result)
+    piece = functools.partial(functools.partial, _piece, func, args, kwargs)
+    return type(result)(View.taken_from(root, (*steps, piece(place)), one) for place, one in enumerate(result))
+
+
+def _piece(func: Any, args: Any, kwargs: Any, place: int, whole: Tensor) -> Tensor:
+    return cast(Tensor, func(whole, *args, **kwargs)[place])

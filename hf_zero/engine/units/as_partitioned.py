@@ -1,0 +1,57 @@
+"""How a model was when it was partitioned, to see at a forward whether users have changed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hf_zero.engine.parameters.records import ZeroParameter, gathered
+from hf_zero.engine.units.grouping import Structure
+from hf_zero.engine.units.under_way import is_function_running
+from hf_zero.errors import PartitionError, UsageError
+
+
+class AsPartitioned:
+    """The parameters that a model held, where, and in which dtypes."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[ZeroParameter]) -> None:
+        self._structure = Structure(model)
+        self._parameters = parameters
+
+    def has_changed(self, is_model: bool, minds_dtypes: bool) -> bool:
+        """Whether the model holds others now, or in other dtypes, and has to be partitioned anew.
+
+        Inside `GatheredParameters`, and in a part that was given other tensors for one call, that can wait.
+
+        Args:
+            is_model: whether the model itself is called, not a part of it.
+            minds_dtypes: whether other dtypes matter to this forward.
+
+        Raises:
+            UsageError: the model has been given other tensors for one call.
+            PartitionError: it was cast, and cannot be partitioned anew just now.
+        """
+        cast = self._cast() if minds_dtypes else None
+        if cast is None and self._structure.is_unchanged():
+            return False
+        if any(id(p.param) in gathered for p in self._parameters):
+            can_wait = True
+        else:
+            can_wait = is_function_running("functional_call")
+            if can_wait and is_model:
+                raise UsageError(
+                    "torch.func.functional_call puts other tensors into the modules of a partitioned model for one call, which "
+                    "the engine cannot tell from new parameters: call it on a whole copy (`copy.deepcopy` before shard_model)"
+                )
+        if can_wait and cast is not None:
+            raise PartitionError(
+                f"parameter {cast.name!r} was cast from {cast.dtype_at_rest} to {cast.param.dtype} after the model was "
+                "partitioned (`model.to(dtype)`, `.half()`, ...): call the model next, outside GatheredParameters; or cast it "
+                "before, or set compute_dtype and master_dtype"
+            )
+        return not can_wait
+
+    def _cast(self) -> ZeroParameter | None:
+        """A parameter whose dtype users have changed: `model.double()`, `.half()`."""
+        return next((p for p in self._parameters if p.param.dtype != p.dtype_at_rest), None)
