@@ -20,12 +20,19 @@ class Changes:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Let the attribute `name` of a class, module or object be `new`."""
-        if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
-        else:
-            self._undo.append(functools.partial(delattr, owner, name))
+        """Let the attribute `name` of a class, module or object be `new`; what others put there since stays."""
+        had, old = name in vars(owner), vars(owner).get(name)
         setattr(owner, name, new)
+
+        def put_back() -> None:
+            if vars(owner).get(name) is not new:
+                return
+            if had:
+                setattr(owner, name, old)
+            else:
+                delattr(owner, name)
+
+        self._undo.append(put_back)
 
     def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Let `owner.name(...)` be `replacement(original, ...)`."""

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import importlib
 import sys
 import time
 import weakref
@@ -117,6 +118,17 @@ def step_in_lists(kind: type[Tensor]) -> None:
     """
     if kind not in _foreach_utils._foreach_supported_types:
         _foreach_utils._foreach_supported_types.append(kind)
+
+
+def let_compiled_code_take(*kinds: type[Tensor]) -> None:
+    """Let code that AOT autograd has compiled take tensors of these types, of which operators know nothing.
+
+    Its first run is watched by a mode that lets exact types pass only (`_AnalyzeCustomOpInputOutputMode`).
+    """
+    importlib.import_module("torch._dynamo")  # before the other, which needs it made
+    runtime_wrappers: Any = importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
+    known = getattr(runtime_wrappers, "HANDLED_TYPES", ())
+    runtime_wrappers.HANDLED_TYPES = (*known, *(kind for kind in kinds if kind not in known))
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:

@@ -44,3 +44,13 @@ def test_what_is_kept_is_undone_for_the_whole_program_and_can_be_made_again() ->
         changes.also(lambda turn=turn: undone.append(turn))
         undo_all()
     assert undone == [0, 1] and not changes
+
+
+def test_what_others_put_there_since_stays() -> None:
+    with Changes() as changes:
+        changes.wrap(Derived, "size", lambda original, self: 7)
+        theirs = lambda self: 8  # noqa: E731
+        Derived.size, ours = theirs, Derived.size
+    assert Derived.size is theirs and ours is not theirs
+    del Derived.size
+    Derived.size = lambda self: 1

@@ -36,6 +36,7 @@ from accelerate.utils import compare_versions
 from huggingface_hub.serialization import _torch as hub_torch
 from packaging.requirements import Requirement
 from torch import nn
+from torch._functorch._aot_autograd import runtime_wrappers as aot_wrappers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.distributed.mixin import DistributedMixin
@@ -121,6 +122,14 @@ TORCH = [
         torch.utils._foreach_utils, "_foreach_supported_types", "", "step_in_lists: clipping takes gradients in lists"
     ),
     Seam(torch.utils._foreach_utils, "_has_foreach_support", "in _foreach_supported_types", "step_in_lists"),
+    Seam(torch.ops.aten, "_unsafe_view", "", "operators: a view, though torch does not call it one"),
+    Seam(aot_wrappers, "HANDLED_TYPES", "", "let_compiled_code_take"),
+    Seam(
+        torch._functorch._aot_autograd.runtime_wrappers,
+        "_AnalyzeCustomOpInputOutputMode",
+        "not in HANDLED_TYPES",
+        "let_compiled_code_take",
+    ),
     Seam(torch.ops.aten, "_foreach_norm", "", "operators: those of this family work place by place"),
     Seam(torch.distributed.tensor._dtensor_spec.TensorMeta, "_replace", "", "PartitionedTensor.like"),
     Seam(torch.Tensor, "_use_count", "", "num_references: whether C++ holds a tensor"),

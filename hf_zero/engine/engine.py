@@ -26,6 +26,7 @@ from hf_zero.engine.parameters.partitioned_tensor import forget_owner, set_owner
 from hf_zero.engine.parameters.quantised import as_shown, is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, gathered
 from hf_zero.engine.parameters.tensor_axis import Seen
+from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.as_partitioned import AsPartitioned
@@ -138,6 +139,7 @@ class ZeroEngine:
         self._handles.append(model.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
 
     def _build_units(self, model: nn.Module) -> None:
+        torch_compat.let_compiled_code_take(Whole, SharedWhole)
         by_entry: dict[int, tuple[nn.Module, list[Unit]]] = {}
         for index, part in enumerate(group(model, self.world.config.units)):
             members = [self._by_param[id(found.param)] for found in part.params]

@@ -18,39 +18,13 @@ from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of
 from hf_zero.engine.parameters.quantised import as_shown
-from hf_zero.engine.parameters.records import STANDS_FOR, ZeroParameter, gathered, put
+from hf_zero.engine.parameters.records import ZeroParameter, gathered, put
 from hf_zero.engine.parameters.replaced import is_replaced, note_replaced, refuse
+from hf_zero.engine.parameters.whole import STANDS_FOR, WholeParameter
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
-
-
-class WholeParameter(nn.Parameter):
-    """What modules hold inside `GatheredParameters`: plain, with the gradient of the parameter that it stands for."""
-
-    def _of(self) -> nn.Parameter:
-        return cast(nn.Parameter, vars(self)[STANDS_FOR])
-
-    @property
-    def grad(self) -> Any:
-        """The gradient at rest, reduced over the ranks; assigning takes a whole one."""
-        return self._of().grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self._of().grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self._of().grad = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        new = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return new
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False)

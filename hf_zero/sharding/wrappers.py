@@ -47,8 +47,9 @@ def _replicate(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> N
 def _refuse_partitioned(module: nn.Module, wrapper: str) -> None:
     """Raise if hf_zero runs a part of a model, or has partitioned one while it was made; other libraries' DTensors may stay."""
     for name, part in module.named_modules():
-        held = part._parameters.values()
-        if engine_of(part) is not None or any(isinstance(param, PartitionedTensor) for param in held):
+        engine, held = engine_of(part), part._parameters.values()
+        is_run = engine is not None and engine.world.num_ranks > 1  # alone, the Trainer may wrap what is plain
+        if is_run or any(isinstance(param, PartitionedTensor) for param in held):
             raise PartitionError(
                 f"{wrapper} around {type(module).__name__}, of which {type(part).__name__} {name!r} is partitioned by hf_zero, "
                 "which reduces its gradients itself: call `hf_zero.shard_model` on the whole model instead"

@@ -16,13 +16,12 @@ from hf_zero import torch_compat
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
-from hf_zero.engine.parameters.whole import as_whole, num_writes, stop_counting
+from hf_zero.engine.parameters.whole import STANDS_FOR, as_whole, num_writes, stop_counting
 from hf_zero.engine.ranks.world import World
 from hf_zero.layout import RowLayout
 from hf_zero.scratch import Place
 
 _set = cast(Callable[[Any, str, Tensor], None], dict.__setitem__)
-STANDS_FOR = "_zero_stands_for"
 
 
 class Gatherer(Protocol):

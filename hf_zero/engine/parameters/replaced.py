@@ -97,9 +97,9 @@ def _attribute(getter: Callable[..., Any]) -> str:
     return getattr(getattr(getter, "__self__", None), "__name__", "")
 
 
-def is_replaced(param: Tensor) -> bool:
-    """Whether the model holds another parameter in its place."""
-    return _NOW in vars(param)
+def is_replaced(param: object) -> bool:
+    """Whether the model holds another parameter in its place; states of an optimizer may have other keys."""
+    return isinstance(param, Tensor) and _NOW in vars(param)
 
 
 def _name_of(param: Tensor) -> str:

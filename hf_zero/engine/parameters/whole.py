@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_zero.errors import UsageError
 
 _data: Any = torch._C.TensorBase.data
+STANDS_FOR = "_zero_stands_for"
 _COUNTER, _MOVED = "_zero_counter", "_zero_moved"
 
 
@@ -112,3 +113,30 @@ def is_safe_to_keep(tensor: Tensor) -> bool:
 def stop_counting(tensor: Tensor) -> None:
     """Let go of the memory that counts writes through `.data`."""
     vars(tensor).pop(_COUNTER, None)
+
+
+class WholeParameter(nn.Parameter):
+    """What modules hold inside `GatheredParameters`: plain, with the gradient of the parameter that it stands for."""
+
+    def _of(self) -> nn.Parameter:
+        return cast(nn.Parameter, vars(self)[STANDS_FOR])
+
+    @property
+    def grad(self) -> Any:
+        """The gradient at rest, reduced over the ranks; assigning takes a whole one."""
+        return self._of().grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._of().grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._of().grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        new = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

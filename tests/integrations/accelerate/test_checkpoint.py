@@ -166,7 +166,7 @@ def test_weights_are_in_files_of_a_size_or_if_they_are_not_merely_moved_in_one(
 
     folder = tmp_path / str(is_computed)
     loop, other = trained(Setup()), Loop(Setup(seed=1))
-    with mock.patch("hf_zero.integrations.accelerate.checkpoint.plan_model", refuse if is_computed else plan_model):
+    with mock.patch("hf_zero.integrations.accelerate.weight_files.plan_model", refuse if is_computed else plan_model):
         loop.accelerator.save_state(folder, max_shard_size="20KB")
         other.accelerator.load_state(folder)
     assert_equal(state_of(loop), state_of(other))
