@@ -19,7 +19,7 @@ from hf_zero.engine.modules.float32 import find_modules
 from hf_zero.engine.modules.hooks import Hook
 from hf_zero.engine.modules.state_dict import CutStateDict
 from hf_zero.engine.parameters.on_disk import check_offload
-from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.records import ZeroParameter, is_gathered
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, named_blocks
 from hf_zero.optim.optimizers import hear_of_steps, hold_current
@@ -114,6 +114,8 @@ class LateEngine:
         """Make the engine of `model` in a call of a part of it, or of itself, and let it see this call."""
         if part is model:
             return self(model, args, kwargs)
+        if all(map(is_gathered, part.parameters())):
+            return None  # it computes with what it has, and the next forward makes the engine
         known = set(part._forward_pre_hooks)
         if self.start(model) is None:
             return None

@@ -343,7 +343,7 @@ def _norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
 def _added(roots: list[Root], norms: list[Tensor], order: float) -> list[Tensor]:
     """The norms of the whole tensors, of which every rank has that of its elements; one exchange for each set of ranks."""
     result = list(norms)
-    for world in {root.held[0] for root in roots}:
+    for world in dict.fromkeys(root.held[0] for root in roots):  # not a set: its order differs by rank
         places = [i for i, root in enumerate(roots) if root.held[0] is world]
         mine = torch.stack([norms[i].double() for i in places])
         by_rows = _by_rank(world, mine, over_tensor=False)
@@ -378,7 +378,7 @@ def _by_rank(world: World, values: Tensor, over_tensor: bool) -> Tensor:
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Torch's own, on rows; an overflow in any rank's rows is one on every rank."""
     func([t.rows if isinstance(t, Root) else t for t in grads], found_inf, inv_scale)
-    for world in {t.held[0] for t in grads if isinstance(t, Root) and t.is_cut}:
+    for world in dict.fromkeys(t.held[0] for t in grads if isinstance(t, Root) and t.is_cut):
         for over_tensor in (False, True):
             found_inf.copy_(_by_rank(world, found_inf.reshape(1), over_tensor).amax())
 
