@@ -280,6 +280,7 @@ def pop_saved_tensor_hooks() -> None:
 
 
 @functools.cache
+@torch.inference_mode(False)  # it is asked for again in other modes
 def _no_memory(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
@@ -291,15 +292,17 @@ def counter_of(tensor: Tensor) -> Tensor:
     return counter
 
 
-def num_references(tensor: Tensor) -> int:
-    """How many references Python has to a tensor, those of the caller included.
+def num_references(tensors: list[Tensor], place: int) -> int:
+    """How many references Python has to one tensor of a list, that of the list included.
 
+    Passed by itself, it would be counted again wherever `torch.compile` runs the frames: the caller's stack keeps it then.
     Newer releases of torch add one of their own as long as C++ holds it, too: a view of it, which an output may be.
     """
-    return sys.getrefcount(tensor) - 1 - (_counts_itself() and cast(Any, tensor)._use_count() > 1)
+    return sys.getrefcount(tensors[place]) - 1 - (_counts_itself() and cast(Any, tensors[place])._use_count() > 1)
 
 
 @functools.cache
+@torch.inference_mode(False)  # under which views have no base, and the answer is kept
 def _counts_itself() -> bool:
     tensor = torch.empty(1, device="cpu", requires_grad=True).clone()
     before = sys.getrefcount(tensor)

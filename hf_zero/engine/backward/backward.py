@@ -27,7 +27,7 @@ from hf_zero.engine.units.reading import Read, connected
 from hf_zero.engine.units.unit import Lease, Unit
 from hf_zero.errors import UsageError
 
-_OWN_REFERENCES = 3  # to a whole tensor, after its call's backward: of two lists, and of the call that counts
+_OWN_REFERENCES = 2  # to a whole tensor, after its call's backward: of two lists
 
 
 class _Session:

@@ -26,7 +26,7 @@ from hf_zero.engine.units.saved import SavedWeights
 from hf_zero.engine.units.under_way import calls_of, has_raised
 from hf_zero.errors import UsageError
 
-_OWN_REFERENCES = 2  # to a whole tensor, after its call: that of the list, and that of the call that counts
+_OWN_REFERENCES = 1  # to a whole tensor, after its call: that of the list
 
 _FULLGRAPH = (  # torch shows it where a whole call is to be one graph
     "hf_zero makes parameters whole around a module's call, outside of compiled graphs: leave fullgraph out, or compile what "

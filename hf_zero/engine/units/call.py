@@ -134,7 +134,7 @@ class Call:
         place = 0
         for unit in self.units:
             for _ in unit.parameters:
-                if torch_compat.num_references(tensors[place]) > num_own and id(tensors[place]) not in but:
+                if torch_compat.num_references(tensors, place) > num_own and id(tensors[place]) not in but:
                     unit.pin()
                 place += 1
 
