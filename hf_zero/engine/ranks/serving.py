@@ -44,6 +44,13 @@ _FEW_RANKS = 8  # up to so many, each stays for all others; beyond, for the firs
 _STAYS_S = 0.1  # between two looks at who has left
 
 
+@dataclass
+class Changes:
+    """How many steps and edits of an engine have begun; the same on every rank at the same place of the program."""
+
+    begun: int = 0
+
+
 class Served(Protocol):
     """What has parameters at rest: an engine."""
 
@@ -52,8 +59,8 @@ class Served(Protocol):
         """Whether no forward and no backward is under way."""
 
     @property
-    def version(self) -> int:
-        """How many steps and edits have begun; the same on every rank at the same place of the program."""
+    def changes(self) -> Changes:
+        """Counts its steps and edits; kept by those who serve it, since it may end earlier on one rank than on another."""
 
     def number_of(self, param: Tensor) -> int | None:
         """Which of its parameters this is, if it is one."""
@@ -115,6 +122,7 @@ class Serving:
         self._name, self._peers, self._shards = name, peers, tuple(shards)
         self._timeout_s, self._device = timeout_s, device
         self._engines: list[Callable[[], Served | None]] = []
+        self._changes: list[Changes] = []  # of all of them, those that are gone too
         self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self._parameter}
         self._num_met = 0
         self._waits_at: _Place | None = None
@@ -131,6 +139,7 @@ class Serving:
     def add(self, engine: Served) -> int:
         """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns its number."""
         self._engines.append(weakref.ref(engine))
+        self._changes.append(engine.changes)
         return len(self._engines) - 1
 
     def offer(self, key: str, give: Callable[[Any], tuple[Tensor, RowLayout]]) -> None:
@@ -150,7 +159,7 @@ class Serving:
     @property
     def version(self) -> int:
         """How many steps and edits of all engines have begun."""
-        return sum(engine.version for engine in self._live)
+        return sum(each.begun for each in self._changes)
 
     @property
     def can_be_alone(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.ranks.serving import Changes
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
 from hf_zero.engine.units.memory import GatheredMemory
@@ -42,7 +43,7 @@ class Gathering:
         is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
         reads: what was read outside its call, in the running pass.
-        version: how many steps and edits by hand have begun; the same on every rank, and counted before rows change.
+        changes: counts steps and edits by hand, before rows change.
         settled: on a device, passes when the last step or edit has been done; None before the first, or on the CPU.
     """
 
@@ -55,7 +56,7 @@ class Gathering:
         self.reads = Reads()
         self.is_refreshed = world.partitions
         self.num_steps = 0
-        self.version = 0
+        self.changes = Changes()
         self.settled: torch.Event | None = None
         self._held: list[Lease] = []  # of all units
         self._world = world
@@ -208,7 +209,7 @@ class Gathering:
     def before_step(self, optimizer: object) -> None:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
         self._before_write("the optimizer's step")
-        self.version += 1
+        self.changes.begun += 1
         self._stepping, self._stepping_on = optimizer, threading.get_ident()
 
     def whole_at_hand(self, unit: Unit, p: ZeroParameter) -> Tensor | None:
@@ -222,7 +223,7 @@ class Gathering:
             return  # inside `GatheredParameters`
         if self._stepping is None or self._has_read:  # a step has met already, unless it has run the model since
             self._before_write(f"an edit of {p.name!r}")
-        self.version += self._stepping is None
+        self.changes.begun += self._stepping is None
         self._edited[p] = None
         self.let_go()
 
@@ -306,5 +307,5 @@ class Gathering:
     def mark_dirty(self) -> None:
         """All ranks have changed the rows of parameters behind torch's back: whole tensors are gathered again."""
         self._before_write("mark_dirty")
-        self.version += 1
+        self.changes.begun += 1
         self.on_rows_changed(self._parameters)

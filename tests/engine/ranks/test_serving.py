@@ -1,5 +1,7 @@
 """What rank 0 reads alone while the others go on: as under DDP, or one error."""
 
+import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.comm.progress import progress
-from tests.engine.twins import EXCHANGES, SHARDED, Twins
+from tests.engine.twins import EXCHANGES, SHARDED, Twins, sgd
 from tests.ranks import on_ranks
 
 Elsewhere = Callable[[Twins], None]
@@ -89,6 +91,19 @@ def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> 
         found: list[object] = [None] * everyone.num_ranks
         dist.all_gather_object(found, (progress(), twins.engine.world.serving.version))
         assert all(each == found[0] for each in found)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_model_that_one_rank_has_kept_longer_than_another_does_not_part_them(stage: int) -> None:
+    twins = Twins(stage)
+    averaged = copy.deepcopy(twins.model)
+    averaged(twins.own()).sum().backward()
+    sgd(averaged).step()
+    if dist.get_rank() == 0:
+        del averaged
+        gc.collect()
+    total = (twins.model.head.weight.detach() * 2).sum()  # which one rank could not compute alone
+    torch.testing.assert_close(total, (twins.reference.head.weight.detach() * 2).sum())
 
 
 @on_ranks(2, stage=SHARDED)

@@ -50,7 +50,8 @@ def test_a_weight_that_somebody_keeps_can_be_read_after_its_call(
 @on_ranks(2, prefetch_bytes=[0, 2**20])
 def test_memory_is_released_where_nobody_keeps_a_weight(prefetch_bytes: int) -> None:
     twins = Twins(3, Net, collectives="pairwise", prefetch_bytes=prefetch_bytes)
-    twins.step(2); twins.assert_same_output()
+    twins.step(2)
+    twins.assert_same_output()
     twins.assert_same_output()
     assert not [unit for unit in twins.engine.units if unit.tenure is Tenure.PINNED]
 
