@@ -63,6 +63,7 @@ class Agreements:
         self.sequence_hash = 0  # a checksum of all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
         self._steps: dict[str, int] = {}
+        self.left: list[Exchange] = []  # in flight, see [Note: left in flight]
 
     def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
         """Show every rank's `values` to every rank; all ranks must call this with the same `label`.
@@ -137,7 +138,7 @@ class Agreements:
         group = self.axis.control_group
         parts = [self._receive(description, rows[peer], peer, tag, group) for peer in self._peers()]
         parts += [self._send(description, message, peer, tag, group) for peer in self._peers()]
-        Exchange(description, timeout_s, parts).wait()
+        self._exchange(description, parts, timeout_s=timeout_s).wait()
         return rows
 
     def _disseminate(self, message: Tensor, description: str, tag: int, timeout_s: float) -> Tensor:
@@ -151,7 +152,8 @@ class Agreements:
                     self._receive(description, rows[known : known + count], peer, tag, group),
                     self._send(description, rows[:count], (self.rank - known) % self.num_ranks, tag, group),
                 ]
-                Exchange(description, max(deadline - time.monotonic(), 1e-3), parts).wait()
+                remaining_s = max(deadline - time.monotonic(), 1e-3)
+                self._exchange(description, parts, timeout_s=remaining_s).wait()
                 known += count
         except CollectiveError as error:
             cause, number = error.__cause__, self._tags_used["agreement"]
@@ -207,6 +209,17 @@ class Agreements:
         assert work is not None, "this rank is not in the group"
         return work
 
+    def _exchange(
+        self,
+        description: str,
+        parts: Sequence[Work],
+        entry: LedgerLine | None = None,
+        finish: Callable[[], None] | None = None,
+        keep: object = None,
+        timeout_s: float | None = None,
+    ) -> Exchange:
+        return Exchange(description, timeout_s or self.timeout_s, parts, entry, finish, keep, self.left)
+
     def _send(
         self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None
     ) -> Work:
@@ -249,10 +262,10 @@ class Mail:
     def send(self, data: Tensor, peer: int) -> Exchange:
         """Start to send bytes, flat and contiguous, which stay as they are until the exchange has been waited for."""
         part = self.among._send(self.description, data, peer, self.tag, self.among.axis.control_group)
-        return Exchange(self.description, self.timeout_s, [part], self.entry, keep=data)
+        return self.among._exchange(self.description, [part], self.entry, keep=data, timeout_s=self.timeout_s)
 
     def receive(self, room: Tensor, peer: int) -> Exchange:
         """Start to receive as many bytes as there is room for, flat and contiguous."""
         self.entry.bytes += room.nbytes
         part = self.among._receive(self.description, room, peer, self.tag, self.among.axis.control_group)
-        return Exchange(self.description, self.timeout_s, [part], self.entry, keep=room)
+        return self.among._exchange(self.description, [part], self.entry, keep=room, timeout_s=self.timeout_s)

@@ -161,7 +161,7 @@ class Collectives(Agreements, RowCollectives):
 
         received = sum(buffer.nbytes for _, buffer in arrivals) * (self.num_ranks - 1)
         entry = self.ledger.add("reduce", unit, received)
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep=buffers)
+        return self._exchange(description, parts, entry, finish, keep=buffers)
 
     def all_reduce(self, tensors: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """Sum flat tensors over the ranks, in place; the result has the same bits on every rank.
@@ -201,7 +201,7 @@ class Collectives(Agreements, RowCollectives):
                     torch._foreach_copy_(message, torch.split(buffer, [len(each) for each in message]))
             finish()
 
-        return Exchange(description, self.timeout_s, parts, entry, unpack, keep=buffers)
+        return self._exchange(description, parts, entry, unpack, keep=buffers)
 
     def _start_all(
         self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
@@ -249,7 +249,7 @@ class Collectives(Agreements, RowCollectives):
                     for tensor, values in zip(tensors, parts_of, strict=True):
                         tensor.view(torch.uint8).copy_(values)
 
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep=(outgoing, incoming))
+        return self._exchange(description, parts, entry, finish, keep=(outgoing, incoming))
 
     def _packed(self, tensors: Sequence[Tensor], peer: int) -> Tensor:
         """The bytes of tensors in one; of a single one without a copy."""
@@ -282,7 +282,7 @@ class Collectives(Agreements, RowCollectives):
         group = self.axis.control_group if is_on_host else self.group
         work = self._start(description, lambda: dist.broadcast(flat, group=group, group_src=source, async_op=True))
         part = Work(work, None) if is_on_host else self._part(work)
-        Exchange(description, self.timeout_s, [part], entry).wait()
+        self._exchange(description, [part], entry).wait()
         if values is not tensor:
             tensor.copy_(values)
 

@@ -1,4 +1,10 @@
-"""An exchange in flight between ranks, and the error that names the peer and the operation when it fails."""
+"""An exchange in flight between ranks, and the error that names the peer and the operation when it fails.
+
+[Note: left in flight] An exchange that has begun is completed, even when nobody here wants its result any more: a model was
+dropped, or a pass was broken off. A peer may want it; and gloo, if it finds the memory of a message gone that it is about to
+send, sends nothing to that peer ever after. So an exchange that is dropped in flight is kept, until a later one of the same
+ranks has been waited for (the peers have begun both then), or until the group is closed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +46,17 @@ class Work:
 
 
 class Exchange:
-    """An exchange in flight. Its tensors may be read, written or freed only after `wait()`."""
+    """An exchange in flight. Its tensors may be read, written or freed only after `wait()`.
+
+    Args:
+        description: for errors.
+        timeout_s: that each part may take.
+        parts: what has to be waited for, in order.
+        entry: in the ledger.
+        finish: called once all parts are complete.
+        keep: tensors that the transport still reads.
+        left: takes this exchange if it is dropped in flight, see [Note: left in flight].
+    """
 
     def __init__(
         self,
@@ -50,13 +66,15 @@ class Exchange:
         entry: LedgerLine | None = None,
         finish: Callable[[], None] | None = None,
         keep: object = None,
+        left: list[Exchange] | None = None,
     ) -> None:
         self._description = description
         self._timeout_s = timeout_s
         self._parts = list(reversed(parts))  # the next to be waited for is the last
         self._entry = entry
         self._finish = finish
-        self._keep = keep  # tensors that the transport still reads
+        self._keep = keep
+        self._left = left
         self._is_done = False
 
     def wait(self) -> None:
@@ -68,19 +86,29 @@ class Exchange:
         if self._is_done:
             return
         started = time.perf_counter()
-        while self._parts:  # what is complete is not waited for again, should `finish` be interrupted
-            part = self._parts[-1]
-            try:
-                part.wait(self._description, self._timeout_s)
-            except RuntimeError as error:
-                raise named(error, self._description, part.peer, self._timeout_s) from error
-            self._parts.pop()
+        self._wait_for_parts()
+        while self._left:
+            self._left.pop()._wait_for_parts()
         if self._finish is not None:
             self._finish()
         if self._entry is not None:
             self._entry.seconds += time.perf_counter() - started
         self._is_done = True
-        self._parts, self._keep, self._finish = [], None, None
+        self._keep, self._finish = None, None
+
+    def _wait_for_parts(self) -> None:
+        while self._parts:  # what is complete is not waited for again, should `finish` be interrupted
+            part = self._parts[-1]
+            try:
+                part.wait(self._description, self._timeout_s)
+            except RuntimeError as error:
+                self._left = None  # its peer is gone
+                raise named(error, self._description, part.peer, self._timeout_s) from error
+            self._parts.pop()
+
+    def __del__(self) -> None:
+        if self._parts and self._left is not None:
+            self._left.append(self)
 
 
 def named(

@@ -36,7 +36,7 @@ class NativeCollectives(Collectives):
             calls.append(partial(self._gather_around, item.flat, own))
             received += item.flat.nbytes - own.nbytes
         parts = self._start_all(description, calls, self.gather_group)
-        return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), keep=items)
+        return self._exchange(description, parts, self.ledger.add("gather", unit, received), keep=items)
 
     def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
         if self.backend != "gloo":
@@ -77,4 +77,4 @@ class NativeCollectives(Collectives):
 
         parts = self._start_all(description, calls, self.group)
         entry = self.ledger.add("reduce_scatter", unit, received)
-        return Exchange(description, self.timeout_s, parts, entry, finish, keep)
+        return self._exchange(description, parts, entry, finish, keep)

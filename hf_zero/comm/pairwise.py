@@ -48,7 +48,7 @@ class PairwiseCollectives(Collectives):
                     for target, values in zip(targets, torch.split(buffer, [len(t) for t in targets]), strict=True):
                         target.copy_(values)
 
-        return Exchange(description, self.timeout_s, parts, self.ledger.add("gather", unit, received), finish, items)
+        return self._exchange(description, parts, self.ledger.add("gather", unit, received), finish, items)
 
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`.
@@ -67,10 +67,10 @@ class PairwiseCollectives(Collectives):
         *earlier, last = self._rounds(messages, tags)
         for each in earlier:
             parts, add_up = self._receive_round(description, each, divisor)
-            Exchange(description, self.timeout_s, parts, entry, add_up).wait()
+            self._exchange(description, parts, entry, add_up).wait()
             del parts, add_up  # frees this round's rows before those of the next round arrive
         parts, add_up = self._receive_round(description, last, divisor)
-        return Exchange(description, self.timeout_s, parts + sends, entry, add_up, keep=items)
+        return self._exchange(description, parts + sends, entry, add_up, keep=items)
 
     def _messages(self, items: Sequence[Rows]) -> list[list[Rows]]:
         most_bytes = self._staging_limit // self.num_ranks  # every peer's part of a message arrives at once

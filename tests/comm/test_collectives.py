@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -117,6 +118,45 @@ def _reduce_rows(choice: str, dtype: torch.dtype, method: str, kind: str, sum_dt
         else:  # the transport adds in an order of its own: one rounding of a sum below 8
             torch.testing.assert_close(output, expected, rtol=0, atol=8 * torch.finfo(sum_dtype).eps)
     assert set(collectives.ledger.kinds()) == {"agree", kind} and collectives.ledger.total(kind).calls == 1
+
+
+def _rows_of(collectives: Collectives, numel: int) -> Rows:
+    layout = RowLayout((numel,), collectives.num_ranks)
+    item = Rows(torch.full((layout.padded_numel,), torch.nan), layout)
+    layout.elements_of(item.flat, collectives.rank).fill_(collectives.rank)
+    return item
+
+
+@on_ranks(2, 3, choice=_CHOICES, numel=[6, 12 * 10**5])
+def test_an_exchange_dropped_in_flight_keeps_none_of_those_that_follow(choice: str, numel: int) -> None:
+    collectives = _make(choice)
+    for _ in range(3):
+        collectives.gather([_rows_of(collectives, numel)], "nobody wants it")
+        item = _rows_of(collectives, numel)
+        own = torch.empty(item.layout.local_numel(collectives.rank))
+        collectives.reduce_scatter([item], [own], "nobody wants it")
+        wanted = _rows_of(collectives, 9)
+        collectives.gather([wanted], "wanted").wait()
+        for rank in range(collectives.num_ranks):
+            assert (wanted.layout.elements_of(wanted.flat, rank) == rank).all()
+    assert not collectives.left  # their memory is free again
+
+
+@on_ranks(2, 3, choice=["pairwise", "native"], numel=[6, 12 * 10**5])
+def test_peers_get_the_rows_of_a_rank_that_has_dropped_them_in_flight(choice: str, numel: int) -> None:
+    collectives: Collectives | None = _make(choice)
+    assert collectives is not None
+    item = _rows_of(collectives, numel)
+    if collectives.rank == 0:
+        exchange = collectives.gather([item], "the last one")
+        del exchange, item, collectives
+        gc.collect()
+        dist.barrier()
+    else:
+        dist.barrier()
+        collectives.gather([item], "the last one").wait()
+        assert (item.layout.elements_of(item.flat, 0) == 0).all()
+    dist.barrier()
 
 
 @on_ranks(2, 3, choice=_CHOICES, dtype=_DTYPES)
