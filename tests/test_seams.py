@@ -111,6 +111,12 @@ TORCH = [
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
     Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "rule: every rank hears of an overflow"),
     Seam(nn.Module, "__init__", "_non_persistent_buffers_set", "Buffers: what is saved with the model"),
+    Seam(
+        nn.parallel.DistributedDataParallel,
+        "_set_params_and_buffers_to_ignore_for_model",
+        "module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore",
+        "shard_model: what DDP is told to ignore",
+    ),
     Seam(torch.ops.aten, "_to_copy", "", "operators: how it is run on tensors at rest"),
     Seam(torch.ops.aten, "_pin_memory", "", "operators: how it is run on tensors at rest"),
     Seam(torch.ops.aten, "_foreach_max", "", "operators: how it is run on tensors at rest"),

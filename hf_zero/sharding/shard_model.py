@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.parameters.records import at_rest
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.grouping import find_parameters
+from hf_zero.engine.units.grouping import find_parameters, ignore
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.sharding import model_methods, other_libraries
 from hf_zero.sharding.checks import (
@@ -30,6 +30,7 @@ def shard_model(
     model: nn.Module,
     config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     mesh: DeviceMesh | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
 ) -> ZeroEngine:
     """Partition a model over the data-parallel ranks, in place, and run it under ZeRO from now on.
 
@@ -47,6 +48,9 @@ def shard_model(
             `Init` needs none).
         mesh: the ranks: one axis, over which parameters are cut, or two, of which the first is for replicas (as
             `torch.distributed.fsdp.fully_shard` takes them). None: all ranks, in `config.replicate` replicas.
+        ignored_params: left as they are, whole on every rank, where they are, as `fully_shard` leaves them: their values are
+            not made alike, and their gradients are this rank's own. So are those that the model tells `DistributedDataParallel`
+            to ignore.
 
     Returns:
         The engine; `engine_of(model)` finds it again.
@@ -58,6 +62,7 @@ def shard_model(
     Source: ZeRO (arXiv:1910.02054).
     """
     other_libraries.install()
+    ignore(model, [*ignored_params, *_ignored_by_ddp(model)])
     engine = engine_of(model)
     if engine is not None and all(engine.find(at_rest(found.param)) is not None for found in find_parameters(model)):
         if config is not None and ZeroConfig.load(config) != engine.world.config:
@@ -93,6 +98,11 @@ def mark_dirty(model: nn.Module) -> None:
         engine.mark_dirty()
     elif not is_late(model):  # with an engine to come, nothing has been gathered yet
         raise PartitionError(f"mark_dirty: {type(model).__name__} is not partitioned; call shard_model on it first")
+
+
+def _ignored_by_ddp(model: nn.Module) -> list[nn.Parameter]:
+    names = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return [param for name, param in model.named_parameters(remove_duplicate=False) if name in names] if names else []
 
 
 def _device_of(model: nn.Module) -> torch.device:

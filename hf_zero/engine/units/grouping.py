@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Modules whose `forward` reads its children's parameters without calling the children (in evaluation, on a fast path).
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _LISTS = (nn.ModuleList, nn.Sequential)  # that hold a model's repeated blocks
+_IGNORED = "_zero_ignored"  # a module's attribute: names of parameters that are left as they are
 _SIZE_FRACTION = 8  # grouping by size makes units of about an eighth of the model
 
 
@@ -52,9 +53,18 @@ class FoundParameter:
 def find_parameters(model: nn.Module) -> list[FoundParameter]:
     """Every parameter once, in the model's order, with all its names and places (tied ones have several).
 
-    But for those of a class of their own, see [Note: quantised weights].
+    But for those of a class of their own, see [Note: quantised weights], and ignored ones.
     """
     return _find(model, lambda param: not is_of_own_class(param))
+
+
+def ignore(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+    """Leave parameters of a model as they are, for good and in its copies: nobody finds them any more."""
+    ignored = set(map(id, params))
+    for module in model.modules():
+        names = {name for name, param in module._parameters.items() if id(param) in ignored}
+        if names:
+            module.__dict__[_IGNORED] = names | module.__dict__.get(_IGNORED, set())
 
 
 def find_quantised(model: nn.Module) -> list[FoundParameter]:
@@ -66,7 +76,7 @@ def _find(model: nn.Module, is_wanted: Callable[[nn.Parameter], bool]) -> list[F
     found: dict[int, FoundParameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
-            if param is None or not is_wanted(param):
+            if param is None or attribute in module.__dict__.get(_IGNORED, ()) or not is_wanted(param):
                 continue
             entry = found.setdefault(id(param), FoundParameter(param))
             entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
