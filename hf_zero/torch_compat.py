@@ -317,7 +317,8 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 
 def gradient_node(leaf: Tensor) -> Any:
     """The node of the graph that adds to `.grad` of a leaf."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
+    with torch.inference_mode(False):
+        return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def will_run(node: Any) -> bool:

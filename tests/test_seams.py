@@ -27,6 +27,7 @@ import peft.tuners.tuners_utils as tuners_utils
 import pytest
 import safetensors.torch
 import torch
+import torch.utils.checkpoint
 import transformers
 import transformers.core_model_loading as loading
 import transformers.distributed.sharding_utils as sharding
@@ -117,6 +118,13 @@ TORCH = [
         "module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore",
         "shard_model: what DDP is told to ignore",
     ),
+    Seam(
+        torch.utils.checkpoint,
+        "_recomputation_hook",
+        "x = x.detach() if x.requires_grad else x",
+        "what a recomputation keeps of frozen weights",
+    ),
+    Seam(torch.autograd.graph.saved_tensors_hooks, "__enter__", "self.pack_hook", "the same"),
     Seam(torch.ops.aten, "_to_copy", "", "operators: how it is run on tensors at rest"),
     Seam(torch.ops.aten, "_pin_memory", "", "operators: how it is run on tensors at rest"),
     Seam(torch.ops.aten, "_foreach_max", "", "operators: how it is run on tensors at rest"),

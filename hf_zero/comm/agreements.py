@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.exchange import Exchange, Work, is_late, named
+from hf_zero.comm.exchange import Exchange, InFlight, Work, is_late, named
 from hf_zero.comm.groups import Axis
 from hf_zero.comm.ledger import LedgerLine
 from hf_zero.comm.progress import counts_of
@@ -63,7 +63,7 @@ class Agreements:
         self.sequence_hash = 0  # a checksum of all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
         self._steps: dict[str, int] = {}
-        self.left: list[Exchange] = []  # in flight, see [Note: left in flight]
+        self.in_flight = InFlight()
 
     def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
         """Show every rank's `values` to every rank; all ranks must call this with the same `label`.
@@ -218,7 +218,7 @@ class Agreements:
         keep: object = None,
         timeout_s: float | None = None,
     ) -> Exchange:
-        return Exchange(description, timeout_s or self.timeout_s, parts, entry, finish, keep, self.left)
+        return Exchange(description, timeout_s or self.timeout_s, parts, entry, finish, keep, self.in_flight)
 
     def _send(
         self, description: str, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup | None = None

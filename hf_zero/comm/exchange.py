@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -45,6 +45,19 @@ class Work:
             self.follow(description, timeout_s)
 
 
+@dataclass
+class InFlight:
+    """Exchanges of some ranks that were dropped in flight, see [Note: left in flight].
+
+    Attributes:
+        dropped: those, until they are waited for.
+        is_broken: a wait of these ranks has failed.
+    """
+
+    dropped: list[Exchange] = field(default_factory=list)
+    is_broken: bool = False
+
+
 class Exchange:
     """An exchange in flight. Its tensors may be read, written or freed only after `wait()`.
 
@@ -55,8 +68,10 @@ class Exchange:
         entry: in the ledger.
         finish: called once all parts are complete.
         keep: tensors that the transport still reads.
-        left: takes this exchange if it is dropped in flight, see [Note: left in flight].
+        in_flight: of its ranks; takes this exchange if it is dropped.
     """
+
+    _in_flight: InFlight | None = None  # of those that wrap another one
 
     def __init__(
         self,
@@ -66,7 +81,7 @@ class Exchange:
         entry: LedgerLine | None = None,
         finish: Callable[[], None] | None = None,
         keep: object = None,
-        left: list[Exchange] | None = None,
+        in_flight: InFlight | None = None,
     ) -> None:
         self._description = description
         self._timeout_s = timeout_s
@@ -74,7 +89,7 @@ class Exchange:
         self._entry = entry
         self._finish = finish
         self._keep = keep
-        self._left = left
+        self._in_flight = in_flight
         self._is_done = False
 
     def wait(self) -> None:
@@ -87,8 +102,8 @@ class Exchange:
             return
         started = time.perf_counter()
         self._wait_for_parts()
-        while self._left:
-            self._left.pop()._wait_for_parts()
+        while self._in_flight is not None and self._in_flight.dropped:
+            self._in_flight.dropped.pop()._wait_for_parts()
         if self._finish is not None:
             self._finish()
         if self._entry is not None:
@@ -102,13 +117,15 @@ class Exchange:
             try:
                 part.wait(self._description, self._timeout_s)
             except RuntimeError as error:
-                self._left = None  # its peer is gone
+                if self._in_flight is not None:
+                    self._in_flight.is_broken = True
+                    self._in_flight = None  # its peer is gone
                 raise named(error, self._description, part.peer, self._timeout_s) from error
             self._parts.pop()
 
     def __del__(self) -> None:
-        if self._parts and self._left is not None:
-            self._left.append(self)
+        if self._in_flight is not None and self._parts:
+            self._in_flight.dropped.append(self)
 
 
 def named(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.exchange import InFlight
 from hf_zero.comm.groups import Axis, default_group
 from hf_zero.comm.host.one_host import HostCollectives, connect
 from hf_zero.comm.ledger import Ledger
@@ -116,7 +116,7 @@ class _Groups:
     ranks: tuple[int, ...]
     default_group: weakref.ref[dist.ProcessGroup]
     groups: tuple[weakref.ref[dist.ProcessGroup], ...]
-    left: list[Exchange]  # in flight, which peers may still want
+    in_flight: InFlight  # peers may still want it
 
 
 _groups: list[_Groups] = []
@@ -139,4 +139,4 @@ def _close_unused_groups(made: Collectives) -> None:
     _groups = [each for each in _groups if each not in unused]
     made_groups = (made.axis.group, made.axis.gather_group, made.axis.control_group)
     groups = tuple({id(group): weakref.ref(group) for group in made_groups}.values())
-    _groups.append(_Groups(weakref.ref(made), made.ranks, weakref.ref(world), groups, made.left))
+    _groups.append(_Groups(weakref.ref(made), made.ranks, weakref.ref(world), groups, made.in_flight))

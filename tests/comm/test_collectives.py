@@ -139,7 +139,7 @@ def test_an_exchange_dropped_in_flight_keeps_none_of_those_that_follow(choice: s
         collectives.gather([wanted], "wanted").wait()
         for rank in range(collectives.num_ranks):
             assert (wanted.layout.elements_of(wanted.flat, rank) == rank).all()
-    assert not collectives.left  # their memory is free again
+    assert not collectives.in_flight.dropped  # their memory is free again
 
 
 @on_ranks(2, 3, choice=["pairwise", "native"], numel=[6, 12 * 10**5])

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameters.rule import AtRest, Root, gather, run
 from hf_zero.errors import UsageError
@@ -101,8 +102,8 @@ class View(Readable, Tensor):
 
 def views(root: Root, steps: tuple[Step, ...], func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator that takes views gives: one, or several."""
-    of = cast(Tensor, root)
-    seen = torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta")
+    seen = _like(root)
+    args, kwargs = pytree.tree_map_only(AtRest, _like, (args, kwargs))  # of others, only the shape counts
     for step in steps:
         seen = step(seen)
     result = func(seen, *args, **kwargs)
@@ -110,6 +111,11 @@ def views(root: Root, steps: tuple[Step, ...], func: Any, args: Any, kwargs: Any
         return View.taken_from(root, (*steps, lambda whole: func(whole, *args, **kwargs)), result)
     piece = functools.partial(functools.partial, _piece, func, args, kwargs)
     return type(result)(View.taken_from(root, (*steps, piece(place)), one) for place, one in enumerate(result))
+
+
+def _like(shown: AtRest) -> Tensor:
+    tensor = cast(Tensor, shown)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _piece(func: Any, args: Any, kwargs: Any, place: int, whole: Tensor) -> Tensor:

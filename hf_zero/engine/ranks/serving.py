@@ -45,7 +45,7 @@ _STAYS_S = 0.1  # between two looks at who has left
 
 
 @dataclass
-class Changes:
+class ChangeCount:
     """How many steps and edits of an engine have begun; the same on every rank at the same place of the program."""
 
     begun: int = 0
@@ -59,7 +59,7 @@ class Served(Protocol):
         """Whether no forward and no backward is under way."""
 
     @property
-    def changes(self) -> Changes:
+    def changes(self) -> ChangeCount:
         """Counts its steps and edits; kept by those who serve it, since it may end earlier on one rank than on another."""
 
     def number_of(self, param: Tensor) -> int | None:
@@ -122,7 +122,7 @@ class Serving:
         self._name, self._peers, self._shards = name, peers, tuple(shards)
         self._timeout_s, self._device = timeout_s, device
         self._engines: list[Callable[[], Served | None]] = []
-        self._changes: list[Changes] = []  # of all of them, those that are gone too
+        self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
         self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self._parameter}
         self._num_met = 0
         self._waits_at: _Place | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.ranks.serving import Changes
+from hf_zero.engine.ranks.serving import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
 from hf_zero.engine.units.memory import GatheredMemory
@@ -56,7 +56,7 @@ class Gathering:
         self.reads = Reads()
         self.is_refreshed = world.partitions
         self.num_steps = 0
-        self.changes = Changes()
+        self.changes = ChangeCount()
         self.settled: torch.Event | None = None
         self._held: list[Lease] = []  # of all units
         self._world = world

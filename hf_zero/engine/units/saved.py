@@ -6,6 +6,10 @@ is gone ends the process. So while a call runs, autograd's saved-tensor hooks re
 memory by its place in it, and when the backward needs it, the unit is made whole if it is not. What else holds such a
 view (an attribute, a custom function's `ctx`) is found by counting the holders of the memory before and after a call: the
 memory then stays for good. Memory that is never released (stages 0 to 2, memory that ranks share) needs none of this.
+
+A checkpoint's hooks are left alone: while it computes again, it keeps what is saved, until the backward takes it soon after.
+Of frozen weights it would keep the very tensor that the module holds, as if the module's code had kept it for good; so it
+gets an alias.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.changes import Changes
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.units.unit import Unit
 
+_changes = Changes()
 _PLAIN = (Tensor, nn.Parameter, Whole, SharedWhole)  # others have no memory of their own
 
 
@@ -37,6 +44,12 @@ class _SavedView(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     seen_as: DTensor | None = None  # without memory: placed as the view is, over the tensor axis
+
+
+def _keep_aliases(original: Callable[..., None], hooks: Any, *args: Any) -> None:
+    original(hooks, *args)
+    keep = hooks.pack_hook
+    hooks.pack_hook = lambda tensor: keep(tensor.detach() if isinstance(tensor, Whole) else tensor)
 
 
 def _top() -> object:
@@ -57,10 +70,13 @@ class SavedWeights:
         self._ranges = [(unit.address, unit.address + unit.buffer_nbytes, unit) for unit in units]
         self._make_whole = make_whole
         self._is_ended = False
+        if not _changes:
+            _changes.keep()
+            _changes.wrap(torch.utils.checkpoint._recomputation_hook, "__init__", _keep_aliases)
         outer = _top()
         if isinstance(outer, SavedWeights):
             self._ranges += outer._ranges
-        # Hooks of others are left alone: a checkpoint's hold no tensors, and count those of the recomputation.
+        # Hooks of others are left alone: a checkpoint's count what is saved.
         self.is_active = outer is None or isinstance(outer, SavedWeights)
         if self.is_active:
             torch_compat.push_saved_tensor_hooks(self._pack, self._unpack)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.ranks.serving import Changes, Serving
+from hf_zero.engine.ranks.serving import ChangeCount, Serving
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.layout import RowLayout
 
@@ -48,7 +48,7 @@ class ServedParameters:
         return engine is None or engine.is_at_rest
 
     @property
-    def changes(self) -> Changes:
+    def changes(self) -> ChangeCount:
         """See `Served`."""
         return self._gathering.changes
 

@@ -8,7 +8,9 @@ torch's "data is not allocated yet" instead of reading somebody else's parameter
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.residency import NEXT, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
+from hf_zero.errors import ZeroError
 from hf_zero.layout import place
 
 logger = logging.getLogger(__name__)
@@ -274,6 +277,12 @@ class Unit:
         if self._second is not None and self._arriving >= 0:
             self._second.keep(self._arriving)
             self._arriving = -1
+
+    def __del__(self) -> None:
+        """Wait for what was to be gathered, so that its memory is free: peers have begun it, too, or do so soon."""
+        if self._pending and not sys.is_finalizing() and not self._world.shards.in_flight.is_broken:
+            with contextlib.suppress(ZeroError):
+                self.settle()
 
     def acquire(self) -> Lease:
         """Wait until the whole tensors are there, and hold them.
