@@ -275,6 +275,7 @@ class ZeroEngine:
             return None
         late = copy.deepcopy(self._copied_as)
         late.known_buffers = self._buffers
+        late.is_anew = True
         return late.start_inside(model, module, args, kwargs)
 
     def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

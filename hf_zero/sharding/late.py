@@ -88,6 +88,7 @@ class LateEngine:
         self._made_in = made_in or {}  # a deep copy of a plain parameter forgets its attributes
         self._is_done = False
         self.known_buffers: Collection[int] = ()  # that the ranks have had from rank 0 before, by id
+        self.is_anew = False  # whether the model has had an engine, so that plain parameters are new ones
         self.inside: list[Any] = []  # handles of the hooks of the model's parts
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -100,8 +101,8 @@ class LateEngine:
         if self._is_done or engine_of(module) is not None:
             return None
         is_run = _is_run(module)
-        if not is_run and self.world.partitions and not any(isinstance(p, DTensor) for p in module.parameters()):
-            return None  # inside `GatheredParameters`: the next forward outside makes the engine
+        if not is_run and self.world.partitions and self._is_left_plain(module):
+            return None
         if not torch.is_grad_enabled() and any(map(is_lazy, module.parameters())):
             return None  # lazy modules see an example
         engine = None if is_run else self._start(module)
@@ -109,6 +110,13 @@ class LateEngine:
         for handle in self.inside:
             handle.remove()
         return engine
+
+    def _is_left_plain(self, module: nn.Module) -> bool:
+        """Whether a model is whole now: inside `GatheredParameters`, whose end it waits for, or a copy made there."""
+        params = list(module.parameters())
+        if any(isinstance(param, DTensor) for param in params):
+            return False
+        return not self.is_anew or any(map(is_gathered, params))
 
     def start_inside(self, model: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> Any:
         """Make the engine of `model` in a call of a part of it, or of itself, and let it see this call."""

@@ -74,6 +74,12 @@ def _parametrised(model: nn.Module) -> None:
     parametrize.register_parametrization(model.enter, "weight", _Doubled())
 
 
+def _all_replaced(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter((0.9 * param).detach()))
+
+
 def _assigned(model: nn.Module) -> None:
     model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()}, assign=True)
 
@@ -93,6 +99,7 @@ CHANGES: list[Change] = [
     _weight_norm_removed,
     _spectral_norm,
     _parametrised,
+    _all_replaced,
     _assigned,
     _assigned_in_part,
 ]
