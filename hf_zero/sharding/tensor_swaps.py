@@ -4,6 +4,8 @@
   which passes no operator: the engine is told here, see [Note: an edit is seen].
 - `nn.utils.parametrize` exchanges a parameter with itself where a parametrization has no `right_inverse`, and marks it so that
   its next backward raises. Nothing is exchanged then.
+- Where it has a `right_inverse`, and where a parametrization is removed, `nn.utils.parametrize` exchanges the parameter with
+  what was computed of it, which may be whole and plain. Objects of two types cannot be exchanged, so their values are.
 
 `hf_zero.undo()` puts the original back.
 """
@@ -34,5 +36,15 @@ def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) ->
         return
     # `module.to` what it is already exchanges the parameter with an alias. Not by addresses: ranks without rows must agree.
     if isinstance(t1, PartitionedTensor) and torch_compat.local_of(t1) is not torch_compat.local_of(t2):
+        if not isinstance(t2, PartitionedTensor) and (t2.shape, t2.dtype) == (t1.shape, t1.dtype):
+            _swap_values(t1, t2)
+            return
         t1.before_edit()
     original(t1, t2)
+
+
+@torch.no_grad()
+def _swap_values(partitioned: PartitionedTensor, whole: Tensor) -> None:
+    before = partitioned.full_tensor()
+    partitioned.copy_(whole)
+    whole.copy_(before)

@@ -74,6 +74,25 @@ def _parametrised(model: nn.Module) -> None:
     parametrize.register_parametrization(model.enter, "weight", _Doubled())
 
 
+class _Flipped(nn.Module):
+    """With a way back; what it gives is whole and plain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+
+def _parametrised_with_a_way_back(model: nn.Module) -> None:
+    parametrize.register_parametrization(model.enter, "weight", _Flipped())
+
+
+def _parametrised_for_a_while(model: nn.Module) -> None:
+    parametrize.register_parametrization(model.enter, "weight", _Flipped())
+    parametrize.remove_parametrizations(model.enter, "weight")
+
+
 def _all_replaced(model: nn.Module) -> None:
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
@@ -99,6 +118,8 @@ CHANGES: list[Change] = [
     _weight_norm_removed,
     _spectral_norm,
     _parametrised,
+    _parametrised_with_a_way_back,
+    _parametrised_for_a_while,
     _all_replaced,
     _assigned,
     _assigned_in_part,
@@ -122,7 +143,7 @@ def test_a_model_changed_after_it_was_partitioned_is_the_unsharded_one(where: tu
     twins.assert_same_output()
 
 
-@on_ranks(2, where=WHERE, change=[_l1, _pruned_for_good, _parametrised])
+@on_ranks(2, where=WHERE, change=[_l1, _pruned_for_good, _parametrised, _parametrised_with_a_way_back])
 def test_the_optimizer_goes_on_with_pruned_and_parametrised_weights(where: tuple[int, str], change: Change) -> None:
     stage, collectives = where
     twins = Twins(stage, collectives=collectives, units={"min_numel": 1})
