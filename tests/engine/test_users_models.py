@@ -1,6 +1,7 @@
 """What users' modules hand out and how models change, beside the same code on the unsharded model."""
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 
@@ -376,3 +377,26 @@ def test_a_block_called_with_other_weights_in_a_forward_has_its_own_afterwards(
     twins.step(3)
     twins.assert_same_output()
     assert all(now is then for now, then in zip(twins.model.parameters(), held, strict=True))
+
+
+class _Masked(nn.Linear):
+    """Reads what its weight was given outside, and gives it something inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.calls = getattr(self.weight, "calls", 0) + 1
+        return nn.functional.linear(x, self.weight * getattr(self.weight, "mask", 1.0), self.bias)
+
+
+@on_ranks(2, stage=[1, 2, 3])
+def test_attributes_of_parameters_are_seen_inside_a_forward_and_kept_after_it(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Masked(4, 3))
+    reference = copy.deepcopy(model)
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    x = torch.randn(2, 4)
+    for each in (model, reference):
+        each[0].weight.mask = torch.arange(12.0).view(3, 4) % 3
+        each(x).pow(2).sum().backward()
+        each(x).sum().backward()
+        assert each[0].weight.calls == 2
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), reference[0].weight.grad)

@@ -147,6 +147,7 @@ class ZeroParameter:
     def push(self, owner: object, whole: Tensor) -> None:
         """Let the modules see `whole` under the parameter's name, until `pop(owner)`."""
         before = self._seen[-1][1] if self._seen else self.param
+        _copy_attributes(before, whole)
         self._seen.append((owner, whole, num_writes(whole)))
         self._install(whole, before)
 
@@ -165,7 +166,9 @@ class ZeroParameter:
             return None
         if seen[-1][0] is owner:
             _, whole, before = seen.pop()
-            self._install(seen[-1][1] if seen else self.param, whole)
+            outer = seen[-1][1] if seen else self.param
+            _copy_attributes(whole, outer)
+            self._install(outer, whole)
         else:
             place = next((i for i, entry in enumerate(seen) if entry[0] is owner), None)
             if place is None:
@@ -206,6 +209,16 @@ class ZeroParameter:
     def _as_gradient(self, rows: Tensor) -> Tensor:
         param = self.param
         return rows_like(rows, param) if isinstance(param, DTensor) else rows
+
+
+def _copy_attributes(source: Tensor, target: Tensor) -> None:
+    """Let what users have set on a parameter (`weight.mask = ...`) be found on what is seen in its place, and back.
+
+    Names of our own and of torch are of one tensor.
+    """
+    for key, value in vars(source).items():
+        if not key.startswith("_"):
+            vars(target)[key] = value
 
 
 def at_rest(param: nn.Parameter) -> nn.Parameter:
