@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 import hf_zero as zero
 from hf_zero import run
@@ -182,6 +182,10 @@ def test_launch_refuses_what_it_cannot_do(argv: list[str], text: str, capsys: py
 
 
 # --- arguments of any class -----------------------------------------------------------------------------------------
+
+
+def test_with_zero_of_the_plain_arguments_is_zero_training_arguments() -> None:
+    assert zero.with_zero(TrainingArguments) is zero.ZeroTrainingArguments
 
 
 def test_with_zero_keeps_the_defaults_of_a_class_and_pickles(tmp_path: Path) -> None:

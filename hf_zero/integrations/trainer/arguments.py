@@ -221,6 +221,8 @@ def with_zero(arguments: type[Arguments]) -> type[Arguments]:
     """
     if issubclass(arguments, ZeroTrainingArguments):
         return arguments
+    if arguments is TrainingArguments:
+        return ZeroTrainingArguments
     if not issubclass(arguments, TrainingArguments):
         raise UsageError(f"{arguments.__name__} is not derived from transformers.TrainingArguments")
     body = {
