@@ -26,10 +26,15 @@ from hf_zero.scratch import Place
 def _before_hooks(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Put our hooks next to the step: users' see the optimizer itself, before it is replaced and when it has all changes."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    before[STEPPING] = _before_step
+    before[STEPPING], after[STEPPING] = _outside_compiled_graphs()
     before.move_to_end(STEPPING)
-    after[STEPPING] = _after_step
     after.move_to_end(STEPPING, last=False)
+
+
+@functools.cache
+def _outside_compiled_graphs() -> tuple[Any, Any]:
+    """Our hooks, where a compiled step does not look into them; made late: it imports a compiler."""
+    return torch.compiler.disable(_before_step), torch.compiler.disable(_after_step)  # type: ignore[no-untyped-call]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.optim.by_owners import OwnerStepping
 from hf_zero.optim.kinds import is_elementwise
 from hf_zero.optim.owners import spread
+from tests.engine.twins import SHARDED, Twins
 from tests.ranks import next_turn, on_ranks, run_alone, run_ranks
 
 STEPS = 4
@@ -507,3 +508,18 @@ def test_states_of_owners_are_saved_and_resume_on_other_ranks_and_stages(tmp_pat
     run_alone(go_on, tmp_path / "two", 3)
     run_alone(save_after_two, tmp_path / "one", 2)
     run_ranks(go_on, 2, tmp_path / "one", 2)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_compiled_step_is_a_step(stage: int) -> None:
+    twins = Twins(stage, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True))
+    step = torch.compile(twins.optimizers[0].step, backend="eager")
+    for _ in range(2):
+        twins.backward()
+        twins.backward_reference()
+        step()
+        twins.optimizers[1].step()
+        for optimizer in twins.optimizers:
+            optimizer.zero_grad()
+        twins.steps_done += 1
+    twins.assert_same_output()
