@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.groups import default_device, default_group
@@ -57,12 +58,12 @@ def shard_model(
 
     Raises:
         ConfigError: the configuration has a mistake, or does not fit the model or the number of ranks.
-        PartitionError: the model cannot be partitioned.
+        PartitionError: the model cannot be partitioned, or an ignored parameter is partitioned already.
 
     Source: ZeRO (arXiv:1910.02054).
     """
     other_libraries.install()
-    ignore(model, [*ignored_params, *_ignored_by_ddp(model)])
+    ignore(model, _to_be_ignored(model, ignored_params))
     engine = engine_of(model)
     if engine is not None and all(engine.find(at_rest(found.param)) is not None for found in find_parameters(model)):
         if config is not None and ZeroConfig.load(config) != engine.world.config:
@@ -100,9 +101,18 @@ def mark_dirty(model: nn.Module) -> None:
         raise PartitionError(f"mark_dirty: {type(model).__name__} is not partitioned; call shard_model on it first")
 
 
-def _ignored_by_ddp(model: nn.Module) -> list[nn.Parameter]:
+def _to_be_ignored(model: nn.Module, given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     names = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    return [param for name, param in model.named_parameters(remove_duplicate=False) if name in names] if names else []
+    told = [param for name, param in model.named_parameters(remove_duplicate=False) if name in names] if names else []
+    params = [*given, *told]
+    if not all(isinstance(param, nn.Parameter) for param in params):
+        raise ConfigError("ignored_params takes parameters of the model themselves, not their names or modules")
+    if any(isinstance(param, DTensor) for param in params):
+        raise PartitionError(
+            "ignored_params names a parameter that is partitioned already (the model was made under `Init`, or shard_model was "
+            "called before): it cannot be left whole any more; make the model outside, and then call shard_model"
+        )
+    return params
 
 
 def _device_of(model: nn.Module) -> torch.device:

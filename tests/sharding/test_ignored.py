@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,3 +53,13 @@ def test_ignored_parameters_stay_plain_and_the_others_train_as_ever(stage: int, 
             found = each.get_parameter(name)
             assert isinstance(found, PartitionedTensor) == (stage > 0 and name not in _NAMES)
             torch.testing.assert_close(whole(found), param.detach())
+
+
+@on_ranks(2, stage=[1, 3])
+def test_what_cannot_be_ignored_is_an_error(stage: int) -> None:
+    model = Net()
+    with pytest.raises(zero.ConfigError, match="not their names"):
+        zero.shard_model(model, {"stage": stage}, ignored_params=["head.bias"])  # type: ignore[list-item]
+    zero.shard_model(model, {"stage": stage})
+    with pytest.raises(zero.PartitionError, match="partitioned already"):
+        zero.shard_model(model, ignored_params=[model.head.bias])
