@@ -24,7 +24,8 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry, check_not_outdated
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.reading import Read, connected
-from hf_zero.engine.units.unit import Lease, Unit
+from hf_zero.engine.units.residency import Lease
+from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError
 
 _OWN_REFERENCES = 2  # to a whole tensor, after its call's backward: of two lists

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.units.residency import Lease
 from hf_zero.engine.units.saved import SavedWeights
-from hf_zero.engine.units.unit import Lease, Unit
+from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Written
 from hf_zero.errors import UsageError
 

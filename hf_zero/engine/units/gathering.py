@@ -17,10 +17,10 @@ from hf_zero.engine.ranks.serving import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
 from hf_zero.engine.units.memory import GatheredMemory
-from hf_zero.engine.units.residency import Residency
+from hf_zero.engine.units.residency import Lease, Residency
 from hf_zero.engine.units.schedule import GatherSchedule, first_uses
 from hf_zero.engine.units.under_way import is_method_running
-from hf_zero.engine.units.unit import Lease, Unit
+from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Reads, Written, check_same_on_all_ranks, check_written
 from hf_zero.errors import UsageError
 

@@ -1,8 +1,9 @@
-"""Whether a unit's whole tensors may be read, and what becomes of its memory."""
+"""Whether a unit's whole tensors may be read, by whom, and what becomes of its memory."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Protocol
 
 
 class Residency(Enum):
@@ -39,3 +40,30 @@ NEXT = {
     Residency.WHOLE: (Residency.KEPT, Residency.RELEASED),
     Residency.KEPT: (Residency.WHOLE,),
 }
+
+
+class Leased(Protocol):
+    """What can be leased: a unit."""
+
+    def take_back(self, keeps: bool) -> None:
+        """A lease ends."""
+
+
+class Lease:
+    """The right to read a unit's whole tensors; given back once, or when nobody holds it any more."""
+
+    def __init__(self, unit: Leased) -> None:
+        self._unit: Leased | None = unit
+
+    def give_back(self, keeps: bool = False) -> None:
+        """Give the right back; a second call does nothing.
+
+        Args:
+            keeps: leave the unit whole until a backward of one of its calls has ended, or its parameters have changed.
+        """
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.take_back(keeps)
+
+    def __del__(self) -> None:
+        self.give_back()

@@ -26,7 +26,7 @@ from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.memory import GatheredMemory
-from hf_zero.engine.units.residency import NEXT, Residency, Tenure
+from hf_zero.engine.units.residency import NEXT, Lease, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
 from hf_zero.errors import ZeroError
 from hf_zero.layout import place
@@ -65,26 +65,6 @@ def _release_rows(slots: Iterable[_Slot]) -> None:
     for slot in slots:
         if (on_disk := slot.parameter.on_disk) is not None:
             on_disk.release()
-
-
-class Lease:
-    """The right to read a unit's whole tensors; given back once, or when nobody holds it any more."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
-
-    def give_back(self, keeps: bool = False) -> None:
-        """Give the right back; a second call does nothing.
-
-        Args:
-            keeps: leave the unit whole until a backward of one of its calls has ended, or its parameters have changed.
-        """
-        unit, self._unit = self._unit, None
-        if unit is not None:
-            unit._give_back(keeps)
-
-    def __del__(self) -> None:
-        self.give_back()
 
 
 class Unit:
@@ -298,7 +278,8 @@ class Unit:
         self._leases += 1
         return Lease(self)
 
-    def _give_back(self, keeps: bool) -> None:
+    def take_back(self, keeps: bool) -> None:
+        """A lease ends; see `Lease.give_back`."""
         self._leases -= 1
         if keeps and self.residency is Residency.WHOLE:
             self._become(Residency.KEPT)
