@@ -155,7 +155,7 @@ class ZeroEngine:
             hooks = ModuleHooks(entry, module, self.backward, self.world.config.reshard_after_forward)
             self._hooks_of[key] = hooks
             self._handles += hooks.handles
-        self.gathering.expect([unit.index for unit in reversed(self.units)])
+        self.gathering.expect_units()
         for unit in self.units:
             if unit.keeps_whole:
                 unit.start_gather()
@@ -323,6 +323,8 @@ class ZeroEngine:
         if known is None:
             self.gathering.begin_read()
             unit = self._unit_of[id(p)]
+            if unit.is_releasable:
+                self.gathering.tell_of_wait()
             whole = as_shown(param, unit.read_whole(p))
             known = p.as_seen(in_graph(self.backward, Read(p, unit), whole) if is_traced else whole)
             self.gathering.reads.add(unit, p, is_traced, known)

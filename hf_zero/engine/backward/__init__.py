@@ -17,8 +17,8 @@ so:
 - **Graph task.** A reentrant checkpoint runs a backward inside the backward. It has a graph task (torch's number of a
   backward) of its own: gradients that come under another number than the one that opened the call are a part; the call
   stays open.
-- **Reductions** follow one agreed order on all ranks (`schedule.ReductionSchedule`). A rank that skipped a unit takes part
-  with zeros, and at the end all ranks agree which parameters anybody used: the others keep `.grad = None` (`reduction`).
-  Where modules compute with the parameters at rest (stage 0 in one dtype), autograd fills `.grad`, and buckets of it are
-  averaged (`buckets`).
+- **Reductions** follow one agreed order on all ranks, with places among the waits for gathers (`schedule.ReductionSchedule`).
+  A rank that skipped a unit, or has its gradients late, takes part with zeros, and at the end all ranks agree which parameters
+  anybody used: the others keep `.grad = None` (`reduction`). Where modules compute with the parameters at rest (stage 0 in one
+  dtype), autograd fills `.grad`, and buckets of it are averaged (`buckets`).
 """

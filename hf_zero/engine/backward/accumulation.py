@@ -69,21 +69,18 @@ class Accumulation:
                     waiting[p] = waiting[p] if changed is None else changed
             self._hand_on(unit, waiting)
 
-    def finish(self, units: Iterable[Unit]) -> list[int]:
+    def finish(self, units: Iterable[Unit]) -> None:
         """Reduce what is left.
 
         Args:
             units: of the model, in the order in which a backward comes to them.
-
-        Returns:
-            The order of reductions to expect in the next backward, the same on every rank; empty if nothing was reduced.
         """
         if self.reducer is None:
-            return []
+            return
         if self._keeps_whole:
             for unit in units:
                 self._reduce_sums(unit, self.reducer)
-        return self.reducer.finish()
+        self.reducer.finish()
 
     def given(self) -> list[ZeroParameter]:
         """The parameters whose `.grad` has got something in this backward."""
@@ -113,7 +110,7 @@ class Accumulation:
             else:
                 self._sums[p] = _Sum(grad, dtype)
         # A unit that is used several times is reduced after its last call.
-        if self.reducer is not None and all(getattr(call, "is_done", True) for call in unit.live_calls):
+        if self.reducer is not None and all(call.is_done for call in unit.live_calls):
             self._reduce_sums(unit, self.reducer)
 
     def _reduce_sums(self, unit: Unit, reducer: Reducer) -> None:

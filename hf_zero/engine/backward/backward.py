@@ -21,7 +21,7 @@ from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.call import Call, Entry, check_not_outdated
+from hf_zero.engine.units.call import Call, Entry, check_not_outdated, next_event
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.reading import Read, connected
 from hf_zero.engine.units.residency import Lease
@@ -39,6 +39,8 @@ class _Session:
         has_gradients: any has come; not in `torch.autograd.grad(loss, activation)`.
         leases: of units that autograd's saved tensors need, see [Note: saved weights].
         open_calls: those whose backward has begun, and not ended.
+        began: after the forwards that it may reach.
+        reached: when the forward ended whose backward began last: what has begun later is over.
         token: dead once autograd has dropped its callback.
     """
 
@@ -47,6 +49,7 @@ class _Session:
         self.has_gradients = False
         self.leases: list[Lease] = []
         self.open_calls: set[Call] = set()
+        self.began = self.reached = next_event()
         self._token = _Token()
         self.token = weakref.ref(self._token)
 
@@ -155,6 +158,7 @@ class Backward:
             self.gathering.flush_edits()
             gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
             session = self.session = _Session(gradients)
+            self.gathering.before_wait = self._before_wait
             if under_way is not None:
                 under_way.at_end(lambda: self._on_return(session))
             self.gathering.schedule.begin("backward")
@@ -167,8 +171,27 @@ class Backward:
             return None
         trainable = {unit.index: unit for unit in self.gathering.units if unit.trainable()}
         return Reducer(
-            trainable, self._world, self.gathering.reductions, self._gradient_dtypes, self.gathering.num_steps
+            trainable,
+            self._world,
+            self.gathering.reductions,
+            self._is_over,
+            self._gradient_dtypes,
+            self.gathering.num_steps,
         )
+
+    def _is_over(self, unit: int) -> bool:
+        """Whether all the calls of a unit have had their backward, or get none in this pass."""
+        session, calls = self.session, self.gathering.units[unit].live_calls
+        return session is None or all(c.is_done or session.reached < c.began < session.began for c in calls)
+
+    def _before_wait(self) -> None:
+        """All ranks are about to wait for each other, for a gather."""
+        session = self.session
+        if session is None or session.gradients.reducer is None:
+            return
+        # One that gives no parameter a gradient reduces nothing.
+        if session.has_gradients or any(self._is_wanted(p) for p in self._trained if p.param.requires_grad):
+            session.gradients.reducer.before_wait()
 
     def _end(self) -> None:
         session = self.session
@@ -178,7 +201,7 @@ class Backward:
         session.gradients.run_hooks()
         self.gathering.schedule.end()
         self.gathering.end_reads()
-        self.session = None
+        self.session = self.gathering.before_wait = None
         session.give_back()
         self._finish(session)
         if session.has_gradients and self._is_syncing:
@@ -192,8 +215,10 @@ class Backward:
 
     def _finish(self, session: _Session) -> None:
         if session.has_gradients:
-            order = session.gradients.finish(reversed(self.gathering.units))
-            self.gathering.expect(order or self.gathering.reductions)
+            turns = self.gathering.reductions.turns
+            session.gradients.finish(reversed(self.gathering.units))
+            if self.gathering.reductions.turns is not turns:
+                self.gathering.on_other_reductions()
             self._follows_no_sync = self._follows_no_sync and session.gradients.reducer is None
 
     def _on_return(self, session: _Session) -> None:
@@ -209,6 +234,7 @@ class Backward:
     def recover(self) -> None:
         """Put everything at rest after a pass that broke off."""
         session, self.session = self.session, None
+        self.gathering.before_wait = None
         if session is None:
             return
         for call in list(session.open_calls):
@@ -251,6 +277,7 @@ class Backward:
             return
         call.check_not_outdated()
         self._finish_calls(session, before=call)
+        session.reached = call.ended or session.reached
         session.open_calls.add(call)
         call.graph_task = torch_compat.graph_task()
         if not call.entry.reads_in_backward:
@@ -293,7 +320,9 @@ class Backward:
         """Autograd needs a saved view of a unit: let the unit be whole until this backward ends."""
         check_not_outdated(unit, epoch)
         if not unit.is_whole:
-            self.begin().leases.append(unit.acquire())
+            session = self.begin()
+            self.gathering.tell_of_wait()
+            session.leases.append(unit.acquire())
 
     def _is_wanted(self, p: ZeroParameter) -> bool:
         """Whether the running backward is to give `p` a gradient: `backward(inputs=...)` names those that get one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -15,7 +15,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.votes import Report, bitmap, fingerprint, named_by_any
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.schedule import ReductionSchedule
+from hf_zero.engine.units.schedule import ReductionOrder, ReductionSchedule, Turn
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import CollectiveError
 
@@ -26,12 +26,12 @@ class _Report(Report):
 
     Attributes:
         has_leftover: units have got gradients beyond the expected order.
-        is_unexpected: its backward went in another order.
+        has_held: gradients have waited for their turn.
         sequence_hash: of all that it has gathered and reduced.
     """
 
     has_leftover: bool = False
-    is_unexpected: bool = False
+    has_held: bool = False
     sequence_hash: int = 0
 
 
@@ -105,17 +105,19 @@ class Reducer:
     Args:
         units: all units with a trainable parameter, by number.
         world: the ranks.
-        expected: the order of reductions, the same on every rank.
+        order: of reductions, the same on every rank; changed at the end.
+        is_over: whether all the calls of a unit, by its number, have had their backward.
         gradient_dtypes: of every parameter of the model, trainable or not.
         num_steps: optimizer steps so far, which tell whether the ranks are in the same one.
     """
 
     units: dict[int, Unit]
     world: World
-    expected: Sequence[int]
+    order: ReductionOrder
+    is_over: Callable[[int], bool]
     gradient_dtypes: Mapping[ZeroParameter, GradientDtypes]
     num_steps: int = 0
-    _order: ReductionSchedule = field(init=False)
+    _schedule: ReductionSchedule = field(init=False)
     _gradients: dict[int, deque[dict[ZeroParameter, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _between_replicas: deque[_InFlight] = field(default_factory=deque)
@@ -124,7 +126,8 @@ class Reducer:
     given: dict[ZeroParameter, None] = field(default_factory=dict)  # what has got a gradient
 
     def __post_init__(self) -> None:
-        self._order = ReductionSchedule([index for index in self.expected if index in self.units])
+        expected = [turn for turn in self.order.turns if turn.unit in self.units]
+        self._schedule = ReductionSchedule(expected, self.is_over)
 
     def ready(self, unit: Unit, gradients: dict[ZeroParameter, Tensor]) -> None:
         """A unit's whole gradients are there.
@@ -135,21 +138,23 @@ class Reducer:
         """
         self._used.update(gradients)
         self._gradients.setdefault(unit.index, deque()).append(gradients)
-        for index in self._order.ready(unit.index):
+        for index in self._schedule.ready(unit.index):
             self._start(index)
 
-    def finish(self) -> list[int]:
-        """Reduce what is left, agree on what was used, and add everything to `.grad`.
-
-        Returns:
-            The order of reductions to expect in the next backward, the same on every rank.
-        """
-        for index in self._order.rest():
+    def before_wait(self) -> None:
+        """The ranks are about to wait for a gather: see [Note: one order of waits]."""
+        for index in self._schedule.before_wait():
             self._start(index)
-        leftover = self._order.waiting.copy()
+
+    def finish(self) -> None:
+        """Reduce what is left, agree on what was used, and add everything to `.grad`."""
+        for index in self._schedule.rest():
+            self._start(index)
+        leftover = self._schedule.waiting.copy()
         parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
         reports = self._agree(parameters, bool(leftover))
-        if any(report.has_leftover for report in reports):
+        has_leftover = any(report.has_leftover for report in reports)
+        if has_leftover:
             self._reduce_leftover(leftover)
         while self._in_flight:
             self._complete()
@@ -160,7 +165,8 @@ class Reducer:
             self.given[p] = None
             if p in self._unused:
                 p.add_grad(self._unused[p])
-        return self._next_order(any(report.is_unexpected for report in reports))
+        if self.order.is_to_change(has_leftover, all(report.has_held for report in reports)):
+            self.order.change(self._seen_by_all(), has_leftover)
 
     def abandon(self) -> None:
         """The backward broke off: wait for what is under way, and drop it."""
@@ -258,7 +264,7 @@ class Reducer:
             num_steps=self.num_steps,
             trained=fingerprint(parameters),
             has_leftover=has_leftover,
-            is_unexpected=self._order.is_unexpected(),
+            has_held=self._schedule.has_held,
             sequence_hash=self.world.shards.sequence_hash,
         )
         reports = report.agree(self.world.everyone, len(self.gradient_dtypes))
@@ -277,13 +283,13 @@ class Reducer:
             for _ in range(max(counts)):
                 self._start(index)
 
-    def _next_order(self, is_unexpected: bool) -> list[int]:
-        """The order of rank 0's backward, where any rank's went in another one than expected."""
-        if not is_unexpected:
-            return list(self.expected)
-        seen = self._order.seen
+    def _seen_by_all(self) -> list[list[Turn]]:
+        """How the backward went on every rank."""
+        seen = [number for turn in self._schedule.seen for number in turn if number is not None]
         lengths = self.world.everyone.agree([len(seen)], "length of the order of reductions")
         longest = max(length for (length,) in lengths)
         rows = self.world.everyone.agree(seen + [-1] * (longest - len(seen)), "order of reductions")
-        order = [index for index in rows[0] if index >= 0]
-        return order + [index for index in self.expected if index not in order]
+        return [
+            [Turn(*pair) for pair in zip(row[:length:2], row[1:length:2], strict=True)]
+            for row, (length,) in zip(rows, lengths, strict=True)
+        ]

@@ -16,7 +16,12 @@ from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Written
 from hf_zero.errors import UsageError
 
-_events = itertools.count()  # the order in which forwards of calls begin and end
+_events = itertools.count()
+
+
+def next_event() -> int:
+    """Tells in which order forwards of calls begin and end, and backwards begin."""
+    return next(_events)
 
 
 class Entry:
@@ -85,7 +90,7 @@ class Call:
         self.num_holders: list[int] = []
         self.gradients: dict[ZeroParameter, Tensor] = {}
         self.graph_task = -1
-        self.began = next(_events)
+        self.began = next_event()
         self.ended: int | None = None
         self._epochs = [unit.epoch for unit in entry.units]
 
@@ -141,7 +146,7 @@ class Call:
 
     def end_forward(self) -> list[Written]:
         """Its module has returned, or never will; what it has written to."""
-        self.ended = next(_events)
+        self.ended = next_event()
         if self.saved_weights is not None:
             self.saved_weights.end()
         return self.uninstall()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.residency import Lease, Residency
-from hf_zero.engine.units.schedule import GatherSchedule, first_uses
+from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, Turn, first_uses
 from hf_zero.engine.units.under_way import is_method_running
 from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Reads, Written, check_same_on_all_ranks, check_written
@@ -39,6 +39,7 @@ class Gathering:
         memory: counts the bytes of gathered units.
         schedule: the record of gathers.
         reductions: the agreed order of reductions.
+        before_wait: of the backward under way: hears that all ranks are about to wait for each other, for a gather.
         kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
         is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
@@ -51,7 +52,8 @@ class Gathering:
         self.units: list[Unit] = []
         self.memory = GatheredMemory()
         self.schedule = GatherSchedule()
-        self.reductions: list[int] = []
+        self.reductions = ReductionOrder([])
+        self.before_wait: Callable[[], None] | None = None
         self.kept_for_backward: set[int] = set()
         self.reads = Reads()
         self.is_refreshed = world.partitions
@@ -74,6 +76,8 @@ class Gathering:
         if not self.is_refreshed and not torch_compat.in_backward():
             for unit in call.units:
                 unit.refresh()
+        if any(unit.is_to_come for unit in call.units):
+            self.tell_of_wait()
         for unit in call.units:
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
@@ -82,6 +86,11 @@ class Gathering:
             if not unit.keeps_whole:
                 self._prefetch(coming)
         call.hold()
+
+    def tell_of_wait(self) -> None:
+        """All ranks are about to wait for each other, for a gather: what they reduce before that is begun first."""
+        if self.before_wait is not None:
+            self.before_wait()
 
     def refresh(self) -> None:
         """A forward of the model begins: cast plain parameters again, since nobody tells when users edit those."""
@@ -141,19 +150,27 @@ class Gathering:
         for unit in self.units:
             unit.settle()
 
-    def expect(self, reductions: list[int]) -> None:
-        """Take the agreed order of reductions; the units that it begins with stay whole from the forward's end.
+    def expect_units(self) -> None:
+        """Take the order in which a backward comes to the units, as long as nobody has seen one."""
+        turns = [Turn(unit.index, None if unit.is_releasable else 0) for unit in reversed(self.units)]
+        self.reductions = ReductionOrder(turns)
+        self.kept_for_backward = self._kept()
 
-        The backward would gather them at once: within `prefetch_bytes` (but one at least), or all of them if nothing is to be
-        resharded.
+    def on_other_reductions(self) -> None:
+        """There is a new order of reductions; other units may stay whole from the forward's end."""
+        before, self.kept_for_backward = self.kept_for_backward, self._kept()
+        if any(self.units[index].is_releasable for index in before ^ self.kept_for_backward):
+            self.reductions.forget_places()
+
+    def _kept(self) -> set[int]:
+        """The units that reductions begin with, which the backward would gather at once.
+
+        Within `prefetch_bytes` (but one at least), or all of them if nothing is to be resharded.
         """
-        if reductions == self.reductions:
-            return
-        self.reductions = reductions
         config = self._world.config
-        order = [index for index in dict.fromkeys(reductions) if not self.units[index].keeps_whole]
+        order = [index for index in dict.fromkeys(self.reductions.units) if not self.units[index].keeps_whole]
         sizes = itertools.accumulate(self.units[index].buffer_nbytes for index in order)
-        self.kept_for_backward = {
+        return {
             index
             for index, num_bytes in zip(order, sizes, strict=True)
             if num_bytes <= config.prefetch_bytes
@@ -281,7 +298,7 @@ class Gathering:
         self._edited.update(told)
         units = {
             unit: members
-            for unit in map(self.units.__getitem__, first_uses(self.reductions))
+            for unit in map(self.units.__getitem__, first_uses(self.reductions.units))
             if (members := [p for p in unit.parameters if p in told])
         }
         for unit in units:

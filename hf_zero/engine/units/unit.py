@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,13 @@ class _Slot:
     rows: Rows
     own: Tensor
     whole: Tensor
+
+
+class LiveCall(Protocol):
+    """A call of a module whose graph lives, see `Call`."""
+
+    is_done: bool
+    began: int
 
 
 def _fill_own_rows(slots: Sequence[_Slot]) -> None:
@@ -100,7 +108,7 @@ class Unit:
         self.epoch = 0
         self.residency = Residency.RELEASED
         self.guarded: list[weakref.ref[Tensor]] = []
-        self.live_calls: weakref.WeakSet[object] = weakref.WeakSet()
+        self.live_calls: weakref.WeakSet[LiveCall] = weakref.WeakSet()
         self._world = world
         self._memory = memory
         self._leases = 0
@@ -192,6 +200,11 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether the whole tensors may be read."""
         return self.residency in (Residency.WHOLE, Residency.KEPT)
+
+    @property
+    def is_to_come(self) -> bool:
+        """Whether ranks have to wait for each other before the whole tensors may be read."""
+        return not self.is_whole and self.tenure in (Tenure.RESIZED, Tenure.PINNED)
 
     @property
     def is_leased(self) -> bool:

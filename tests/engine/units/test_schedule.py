@@ -10,72 +10,118 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.units.schedule import GatherSchedule, ReductionSchedule, first_uses
+from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, ReductionSchedule, Turn, first_uses
 from hf_zero.engine.units.unit import Unit
 from hf_zero.plan.models import config_of
 from tests.ranks import on_ranks
 
-_EXPECTED = st.lists(st.integers(0, 5), max_size=8)
+_UNITS = st.lists(st.integers(0, 5), max_size=8)
 _READY = st.lists(st.integers(0, 5), max_size=10)
+_WAIT = -1  # of what a rank does in its backward: else a unit whose gradients are ready
+_MOST_WAITS = 6
 
 
-def _run(expected: list[int], ready: list[int]) -> tuple[list[int], ReductionSchedule]:
+@st.composite
+def _turns(draw: st.DrawFn) -> list[Turn]:
+    units = draw(_UNITS)
+    after = sorted(draw(st.lists(st.integers(0, _MOST_WAITS), min_size=len(units), max_size=len(units))))
+    return [Turn(*pair) for pair in zip(units, after, strict=True)]
+
+
+def _with_waits(draw: st.DrawFn, ready: list[int], num_waits: int) -> list[int]:
+    """What a rank does: `ready` in this order, and waits among it."""
+    places = sorted(draw(st.lists(st.integers(0, len(ready)), min_size=num_waits, max_size=num_waits)))
+    for place in reversed(places):
+        ready = [*ready[:place], _WAIT, *ready[place:]]
+    return ready
+
+
+@st.composite
+def _ranks(draw: st.DrawFn) -> list[list[int]]:
+    """What two to four ranks do, which all wait for the same gathers."""
+    num_waits = draw(st.integers(0, _MOST_WAITS))
+    return [_with_waits(draw, draw(_READY), num_waits) for _ in range(draw(st.integers(2, 4)))]
+
+
+def _run(expected: list[Turn], events: list[int]) -> tuple[list[int], ReductionSchedule]:
+    """What is begun before the end, with the waits, and the order after its end."""
     order = ReductionSchedule(list(expected))
-    issued = [unit for event in ready for unit in order.ready(event)]
-    return issued + order.rest(), order
+    begun: list[int] = []
+    for event in events:
+        begun += [*order.before_wait(), _WAIT] if event == _WAIT else order.ready(event)
+    return begun, order
 
 
-@given(_EXPECTED, st.lists(_READY, min_size=2, max_size=4))
-def test_all_ranks_issue_the_same_reductions_whatever_is_ready(expected, ready_by_rank):
-    assert all(_run(expected, ready)[0] == expected for ready in ready_by_rank)
+@given(_turns(), _ranks())
+def test_all_ranks_begin_the_same_reductions_between_the_same_waits(expected, ranks):
+    begun = [(begun := _run(expected, events))[0] + begun[1].rest() for events in ranks]
+    assert all(each == begun[0] for each in begun)
+    assert [unit for unit in begun[0] if unit != _WAIT] == [unit for unit, _ in expected]
 
 
-@given(_EXPECTED, _READY)
-def test_every_gradient_is_reduced_or_left_over_once(expected, ready):
-    _, order = _run(expected, ready)
-    assert Counter(order.waiting) == Counter(ready) - Counter(expected)
-    assert order.seen == ready
+@given(_turns(), _ranks())
+def test_every_gradient_is_reduced_or_left_over_once(expected, ranks):
+    for events in ranks:
+        _, order = _run(expected, events)
+        order.rest()
+        seen = Counter(unit for unit, _ in order.seen)
+        assert seen == Counter(event for event in events if event != _WAIT)
+        assert not Counter(order.waiting) - seen
+        assert not (seen - Counter(unit for unit, _ in expected)) - Counter(order.waiting)
 
 
-@given(_EXPECTED, st.data())
-def test_gradients_in_the_expected_order_are_issued_at_once(expected, data):
-    order = ReductionSchedule(list(expected))
-    for unit in expected:
-        assert order.ready(unit) == [unit]
-    assert order.rest() == order.waiting == []
-    assert not order.is_unexpected()
+@given(_turns(), _ranks())
+def test_every_turn_is_between_its_waits(expected, ranks):
+    for events in ranks:
+        begun, _ = _run(expected, events)
+        waits_before = [begun[:place].count(_WAIT) for place, unit in enumerate(begun) if unit != _WAIT]
+        assert all(after <= waits for (_, after), waits in zip(expected, waits_before, strict=False))
+        assert all(after >= begun.count(_WAIT) for _, after in expected[len(waits_before) :])
 
 
-@given(_EXPECTED, st.data())
-def test_skipped_units_are_expected_and_reduced_at_the_end(expected, data):
-    keeps = data.draw(st.lists(st.booleans(), min_size=len(expected), max_size=len(expected)))
-    ready = [unit for unit, is_kept in zip(expected, keeps, strict=True) if is_kept]
-    issued, order = _run(expected, ready)
-    assert issued == expected
-    assert not order.waiting
-    assert not order.is_unexpected()
+@given(_ranks())
+def test_after_a_change_nothing_is_late_and_one_rank_alone_never_waits(ranks):
+    order = ReductionOrder([])
+    order.change([_run([], events)[1].seen for events in ranks], has_leftover=True)
+    assert not any(_late(order.turns, events) for events in ranks)
+    alone = ReductionOrder([])
+    alone.change([_run([], ranks[0])[1].seen], has_leftover=False)
+    assert not _late(alone.turns, ranks[0])
+    assert not _run(alone.turns, ranks[0])[1].has_held
 
 
-@given(_EXPECTED, _READY)
-def test_nothing_is_issued_before_its_turn(expected, ready):
-    order = ReductionSchedule(list(expected))
-    issued: list[int] = []
-    for position, unit in enumerate(ready, start=1):
-        issued += order.ready(unit)
-        assert issued == expected[: len(issued)]
-        assert not Counter(issued) - Counter(ready[:position])
+def _late(expected: list[Turn], events: list[int]) -> list[int]:
+    """What is left over at the end."""
+    order = _run(expected, events)[1]
+    order.rest()
+    return order.waiting
 
 
-@given(_EXPECTED, _READY)
-def test_unexpected_means_no_subsequence_of_the_expected_order(expected, ready):
-    _, order = _run(expected, ready)
-    position, is_subsequence = 0, True
-    for unit in ready:
-        while position < len(expected) and expected[position] != unit:
-            position += 1
-        is_subsequence = is_subsequence and position < len(expected)
-        position += 1
-    assert order.is_unexpected() is not is_subsequence
+@given(_ranks(), _ranks())
+def test_an_order_gets_later_at_once_and_earlier_with_patience(first, second):
+    order = ReductionOrder([])
+    for ranks in (first, second):
+        order.change([_run([], events)[1].seen for events in ranks], has_leftover=True)
+    for ranks in (first, second):
+        assert not any(_late(order.turns, events) for events in ranks)
+    assert [order.is_to_change(has_leftover=False, has_held=True) for _ in range(4)] == [False, False, False, True]
+    assert not order.is_to_change(has_leftover=False, has_held=False)
+    assert order.is_to_change(has_leftover=True, has_held=False)
+    seen = [_run([], events)[1].seen for events in first]
+    order.change(seen, has_leftover=False)
+    assert {turn.unit for turn in order.turns} == {unit for rank in (*first, *second) for unit in rank if unit != _WAIT}
+    assert all(turn.after is None or any(turn in of_rank for of_rank in seen) for turn in order.turns)
+
+
+def test_what_nobody_has_seen_is_reduced_after_its_last_call() -> None:
+    over: set[int] = set()
+    schedule = ReductionSchedule([Turn(2, None), Turn(1, None), Turn(0, 0)], over.__contains__)
+    assert schedule.ready(2) == []  # another call is still to come
+    over.add(2)
+    assert schedule.before_wait() == [2]
+    over.add(1)
+    assert schedule.ready(1) == [1]
+    assert schedule.before_wait() == [0]
 
 
 @given(_READY, _READY)
