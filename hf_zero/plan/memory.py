@@ -118,8 +118,7 @@ def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates
         is_shared = config.collectives == "host" and any(layout.num_ranks > 1 for layout in layouts)
         for param, layout in zip(unit.parameters, layouts, strict=True):
             compute = precision.compute_for(param.dtype)
-            reduced, as_made = precision.reduce_for(compute), precision.sent_for(compute)
-            given = as_made if layout.num_ranks > 1 and config.policy.shards_gradients else reduced
+            is_as_made = layout.num_ranks > 1 and config.policy.shards_gradients
             # `pairwise` and `host` send what autograd made, and so do wire formats.
             sends_as_given = config.collectives in ("pairwise", "host") and config.reduce_scatter is True
             placed.append(
@@ -128,9 +127,7 @@ def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates
                     rank,
                     precision.master_for(param.dtype, param.trains),
                     compute,
-                    given,
-                    given if sends_as_given else reduced,
-                    reduced,
+                    precision.gradient_dtypes(compute, is_as_made, sends_as_given),
                     param.trains,
                     is_shared,
                     unit.reads_in_backward,

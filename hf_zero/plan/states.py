@@ -9,6 +9,7 @@ import torch
 
 from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.layout import RowLayout
 
 
@@ -21,7 +22,7 @@ class Placed:
         rank: whose rows are counted.
         rest: dtype at rest.
         compute: dtype that modules see.
-        given, sent, reduced: dtypes of its gradient: as it is given to its exchange, as it travels, and as it is added up.
+        gradient: dtypes of its gradient.
         trains: whether it gets gradients.
         is_shared: its whole is in memory that the ranks of the host share.
         gathered_again: the backward gathers it, too.
@@ -32,9 +33,7 @@ class Placed:
     rank: int
     rest: torch.dtype
     compute: torch.dtype
-    given: torch.dtype
-    sent: torch.dtype
-    reduced: torch.dtype
+    gradient: GradientDtypes
     trains: bool
     is_shared: bool
     gathered_again: bool
@@ -161,19 +160,19 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
     states.optimizer += num_states * p.row_bytes
     states.optimizer_on_disk += num_states * p.row_bytes if config.offload.optimizer == "disk" else 0
     keeps_whole = not policy.shards_gradients and ranks.data > 1
-    states.gradients += p.layout.numel * p.reduced.itemsize if keeps_whole else p.row_bytes
+    states.gradients += p.layout.numel * p.gradient.summed.itemsize if keeps_whole else p.row_bytes
     if not p.is_cut:
-        states.reduced += _all_reduced(p.layout.numel * p.reduced.itemsize, ranks.data)
+        states.reduced += _all_reduced(p.layout.numel * p.gradient.summed.itemsize, ranks.data)
         return
     states.sharded += p.row_bytes * (num_states + policy.shards_gradients)
-    states.reduced_rows += p.own * p.sent.itemsize
-    states.between_replicas += _all_reduced(p.own * p.reduced.itemsize, ranks.replicas)
+    states.reduced_rows += p.own * p.gradient.sent.itemsize
+    states.between_replicas += _all_reduced(p.own * p.gradient.summed.itemsize, ranks.replicas)
     if config.reduce_scatter is False:
-        states.reduced += _all_reduced(p.layout.numel * p.sent.itemsize, ranks.shards)
+        states.reduced += _all_reduced(p.layout.numel * p.gradient.sent.itemsize, ranks.shards)
     elif config.wire.reduce != "float32":
-        states.reduced += wire.bytes_of(config.wire.reduce, p.given, p.layout, p.own) * (ranks.shards - 1)
+        states.reduced += wire.bytes_of(config.wire.reduce, p.gradient.given, p.layout, p.own) * (ranks.shards - 1)
     else:
-        states.reduced += p.layout.numel * p.sent.itemsize * (ranks.shards - 1) / ranks.shards
+        states.reduced += p.layout.numel * p.gradient.sent.itemsize * (ranks.shards - 1) / ranks.shards
 
 
 def _all_reduced(num_bytes: int, ranks: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_zero import torch_compat
-from hf_zero.engine.backward.reduction import given_dtype, sent_dtype
+from hf_zero.engine.backward.reduction import gradient_dtypes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.ranks.world import World
@@ -33,9 +33,7 @@ def model_states(engine: ZeroEngine) -> ModelStates:
             p.rank,
             p.param.dtype,
             p.compute_dtype,
-            given_dtype(p, world),
-            sent_dtype(p, world),
-            world.precision.reduce_for(p.compute_dtype),
+            gradient_dtypes(p, world),
             p.param.requires_grad,
             p in shared,
             p in again,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -19,6 +19,7 @@ from hf_zero.checkpoint.files.pieces import Piece, identity
 from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file
 from hf_zero.checkpoint.files.trace import Tracer
 from hf_zero.engine.ranks.world import world_that_cut
+from hf_zero.errors import CheckpointError
 from hf_zero.layout import RowLayout
 
 WEIGHTS = "model.safetensors"
@@ -84,13 +85,11 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
     Raises:
         NotMovedError: a tensor is computed, not moved.
     """
-    tracer = Tracer()
-    whole = {}
-    for name, value in model.state_dict().items():
-        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        whole[name] = tracer.source(name, tuple(value.shape), kind)
     if not saves_given_state(model):
-        return _plan_plain(model, whole)
+        return plan_state_dict(model, dtype=dtype)
+    tracer = Tracer()
+    infos = [_info(name, value, dtype) for name, value in model.state_dict().items()]
+    whole = {info.name: tracer.source(info.name, info.shape, info.dtype) for info in infos}
     from huggingface_hub.serialization import _torch
     from transformers import modeling_utils
 
@@ -133,14 +132,34 @@ def _storage_of(tensor: Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage._cdata, storage.nbytes()
 
 
-def _plan_plain(model: nn.Module, whole: Mapping[str, Tensor]) -> FilePlan:
-    """A plain module's state dict under its own names; a tied tensor is stored under its first name."""
-    seen: dict[int, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        seen.setdefault(id(value), name)
-    infos = [TensorInfo(name, whole[name].dtype, tuple(whole[name].shape)) for name in seen.values()]
+def plan_one_file(name: str, infos: Sequence[TensorInfo]) -> FilePlan:
+    """Tensors under their own names, in one file."""
     pieces = {info.name: (identity(info.name, info.shape),) for info in infos}
-    return FilePlan((layout_file(WEIGHTS, infos, {"format": "pt"}),), pieces)
+    return FilePlan((layout_file(name, infos, {"format": "pt"}),), pieces)
+
+
+def plan_state_dict(model: nn.Module, name: str = WEIGHTS, dtype: torch.dtype | None = None) -> FilePlan:
+    """A state dict under its own names, in one file; a tied tensor is stored under its first name.
+
+    Args:
+        model: whose.
+        name: of the file.
+        dtype: of floating-point tensors in it; their own by default.
+
+    Raises:
+        CheckpointError: there is something else than tensors in it.
+    """
+    seen: dict[int, TensorInfo] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{key!r} of {type(model).__name__} is a {type(value).__name__}, not a tensor")
+        seen.setdefault(id(value), _info(key, value, dtype))
+    return plan_one_file(name, list(seen.values()))
+
+
+def _info(name: str, value: Tensor, dtype: torch.dtype | None) -> TensorInfo:
+    kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return TensorInfo(name, kind, tuple(value.shape))
 
 
 def uncovered(model: nn.Module, plan: FilePlan) -> list[str]:

@@ -15,9 +15,8 @@ from torch import nn
 from hf_zero.checkpoint.commit import StagedCheckpoint
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
-from hf_zero.checkpoint.files.model_plan import WEIGHTS, FilePlan, plan_model
-from hf_zero.checkpoint.files.pieces import identity
-from hf_zero.checkpoint.files.tensor_file import Source, TensorInfo, layout_file
+from hf_zero.checkpoint.files.model_plan import WEIGHTS, FilePlan, plan_model, plan_one_file
+from hf_zero.checkpoint.files.tensor_file import Source, TensorInfo
 from hf_zero.checkpoint.importing.dcp import read_dcp
 from hf_zero.checkpoint.importing.deepspeed import read_deepspeed
 from hf_zero.checkpoint.importing.state import ForeignState, LazyTensor
@@ -126,10 +125,7 @@ def _write(state: ForeignState, out: Path) -> Path:
 
 
 def _plain_plan(name: str, tensors: Mapping[str, LazyTensor]) -> FilePlan:
-    infos = [TensorInfo(key, lazy.dtype, lazy.shape) for key, lazy in tensors.items()]
-    return FilePlan(
-        (layout_file(name, infos, {"format": "pt"}),), {i.name: (identity(i.name, i.shape),) for i in infos}
-    )
+    return plan_one_file(name, [TensorInfo(key, lazy.dtype, lazy.shape) for key, lazy in tensors.items()])
 
 
 def _weights_plan(state: ForeignState, folder: Path) -> FilePlan:

@@ -16,7 +16,7 @@ from hf_zero.engine.backward.accumulation import Accumulation, add_up
 from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
 from hf_zero.engine.backward.passes import current_pass, hear_of_passes
-from hf_zero.engine.backward.reduction import GradientDtypes, Reducer
+from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.alike import SameGradients
@@ -99,7 +99,7 @@ class Backward:
         self.gathering = gathering
         self._anchor_node = torch_compat.gradient_node(self.anchor)
         self._world = world
-        self._gradient_dtypes = {p: GradientDtypes.of(p, world) for p in parameters}
+        self._gradient_dtypes = {p: gradient_dtypes(p, world) for p in parameters}
         self._trained = parameters
         self._same_gradients = SameGradients(world)
         self._buffers = Buffers(model, world)

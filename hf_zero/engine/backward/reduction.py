@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.votes import Report, bitmap, fingerprint, named_by_any
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.schedule import ReductionOrder, ReductionSchedule, Turn
 from hf_zero.engine.units.unit import Unit
@@ -40,42 +40,11 @@ def num_values_agreed(num_parameters: int) -> int:
     return len(_Report().pack(num_parameters))
 
 
-def given_dtype(p: ZeroParameter, world: World) -> torch.dtype:
-    """The dtype in which a whole gradient is given to its exchange, known to all ranks, also to one that has no gradient.
-
-    Autograd's own, that of the whole parameter, where a sum of rows is made of gradients as autograd made them. What stays
-    whole is all-reduced in the sum's dtype, and what was added up over micro-batches before is in that dtype already.
-    """
+def gradient_dtypes(p: ZeroParameter, world: World) -> GradientDtypes:
+    """How the gradient of a parameter is reduced."""
     is_as_made = p.is_sharded and world.config.policy.shards_gradients
-    return world.precision.sent_for(p.compute_dtype) if is_as_made else world.precision.reduce_for(p.compute_dtype)
-
-
-def sent_dtype(p: ZeroParameter, world: World) -> torch.dtype:
-    """The dtype in which a gradient travels."""
-    if world.shards.sends_rows_as_given and world.config.reduce_scatter is True:
-        return given_dtype(p, world)
-    return world.precision.reduce_for(p.compute_dtype)
-
-
-@dataclass(frozen=True)
-class GradientDtypes:
-    """How a parameter's gradient is reduced; facts that all ranks share.
-
-    Attributes:
-        given: dtype in which it is given to its exchange.
-        summed: dtype in which it is added up.
-        sent_bytes: of the whole gradient as it travels.
-    """
-
-    given: torch.dtype
-    summed: torch.dtype
-    sent_bytes: int
-
-    @classmethod
-    def of(cls, p: ZeroParameter, world: World) -> Self:
-        """Those of one parameter."""
-        summed = world.precision.reduce_for(p.compute_dtype)
-        return cls(given_dtype(p, world), summed, p.layout.numel * sent_dtype(p, world).itemsize)
+    sends_as_given = world.shards.sends_rows_as_given and world.config.reduce_scatter is True
+    return world.precision.gradient_dtypes(p.compute_dtype, is_as_made, sends_as_given)
 
 
 @dataclass(eq=False)
@@ -187,7 +156,7 @@ class Reducer:
         for p in unit.trainable():
             grad, dtypes = gradients.get(p), self.gradient_dtypes[p]
             flat = self._flat(p, grad, dtypes.given)
-            num_bytes += dtypes.sent_bytes
+            num_bytes += p.layout.numel * dtypes.sent.itemsize
             if p.is_sharded:
                 # Fresh: kept from one backward to the next, it cost 4/N bytes a parameter at the peak, and no time was saved.
                 result = flat.new_empty(p.local_numel, dtype=dtypes.summed)

@@ -12,6 +12,21 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True)
+class GradientDtypes:
+    """How a whole gradient is reduced; facts that all ranks share, also those that have no gradient.
+
+    Attributes:
+        given: dtype in which it is given to its exchange.
+        sent: dtype in which it travels.
+        summed: dtype in which it is added up.
+    """
+
+    given: torch.dtype
+    sent: torch.dtype
+    summed: torch.dtype
+
+
+@dataclass(frozen=True)
 class Precision:
     """The dtypes asked for; None stands for the parameter's own.
 
@@ -46,7 +61,16 @@ class Precision:
         """The dtype in which a gradient of `grad_dtype` is summed over the ranks."""
         return grad_dtype if self.reduce is None or grad_dtype == torch.float64 else self.reduce
 
-    def sent_for(self, grad_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which terms of that sum may travel: the gradient's own, where the sum's holds its values exactly."""
-        total = self.reduce_for(grad_dtype)
-        return grad_dtype if torch.promote_types(grad_dtype, total) == total else total
+    def gradient_dtypes(self, grad_dtype: torch.dtype, is_as_made: bool, sends_as_given: bool) -> GradientDtypes:
+        """Those of a parameter.
+
+        Args:
+            grad_dtype: of the gradient, as autograd makes it.
+            is_as_made: rows are added up of what autograd made. What stays whole is all-reduced in the sum's dtype, and what
+                was added up over micro-batches before is in that dtype already.
+            sends_as_given: the exchange does, where the sum's dtype holds the values exactly.
+        """
+        summed = self.reduce_for(grad_dtype)
+        is_exact = torch.promote_types(grad_dtype, summed) == summed
+        given = grad_dtype if is_as_made and is_exact else summed
+        return GradientDtypes(given, given if sends_as_given else summed, summed)

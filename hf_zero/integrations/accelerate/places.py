@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
+from hf_zero.checkpoint.files.rotation import remove_oldest
 from hf_zero.errors import CheckpointError, UsageError
 
 _NAME = re.compile(r"^checkpoint_(\d+)$")
@@ -60,14 +60,6 @@ def remove_old(newest: Path, limit: int) -> None:
         newest: stays.
         limit: how many stay, at least one.
     """
-    parent = newest.parent
-    for path in parent.glob(".checkpoint_*.removed"):  # left by a process that ended here
-        disk.remove_tree(path)
-    ours = [
-        (n, path) for path in parent.iterdir() if (n := number_of(path)) is not None and (path / MANIFEST).is_file()
-    ]
-    removable = [path for _, path in sorted(ours) if path.name != newest.name]
-    for path in removable[: max(len(ours) - max(limit, 1), 0)]:
-        gone = parent / f".{path.name}.removed"
-        disk.rename(path, gone)  # in one step: half a checkpoint would be reported as damaged
-        disk.remove_tree(gone)
+    run = newest.parent
+    ours = [(n, path) for path in run.iterdir() if (n := number_of(path)) is not None and (path / MANIFEST).is_file()]
+    remove_oldest(run, [path for _, path in sorted(ours)], limit, {newest})

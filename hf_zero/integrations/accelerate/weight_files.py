@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_zero.checkpoint.files import disk
-from hf_zero.checkpoint.files.model_plan import WEIGHTS, FilePlan, NotMovedError, plan_model, uncovered
-from hf_zero.checkpoint.files.pieces import identity
-from hf_zero.checkpoint.files.tensor_file import TensorInfo, layout_file
-from hf_zero.errors import CheckpointError
+from hf_zero.checkpoint.files.model_plan import WEIGHTS, FilePlan, NotMovedError, plan_model, plan_state_dict, uncovered
 
 _INDEX = f"{WEIGHTS}.index.json"
 
@@ -34,19 +31,7 @@ def plan_weights(model: nn.Module, index: int, folder: Path, options: Mapping[st
             if not uncovered(model, plan):
                 return plan
         disk.remove_file(folder / _INDEX)
-    return _plan_state_dict(model, index)
-
-
-def _plan_state_dict(model: nn.Module, index: int) -> FilePlan:
-    """One file with a state dict under its own names; a tied tensor is stored under its first name."""
-    seen: dict[int, TensorInfo] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{name!r} of {type(model).__name__} is a {type(value).__name__}, not a tensor")
-        seen.setdefault(id(value), TensorInfo(name, value.dtype, tuple(value.shape)))
-    infos = list(seen.values())
-    file = layout_file(weights_name(index), infos, {"format": "pt"})
-    return FilePlan((file,), {info.name: (identity(info.name, info.shape),) for info in infos})
+    return plan_state_dict(model, weights_name(index))
 
 
 def weights_name(index: int) -> str:

@@ -23,6 +23,7 @@ from hf_zero.changes import Changes
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
+from hf_zero.checkpoint.files.rotation import remove_oldest
 from hf_zero.checkpoint.files.stored import whole_name
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
@@ -141,18 +142,10 @@ def _name_best(trainer: Any, staged: StagedCheckpoint) -> None:
 def _remove_old(trainer: Any, run: Path) -> None:
     """Rotate as the Trainer does, but only committed checkpoints."""
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-    for gone in run.glob(".checkpoint-*.removed"):
-        disk.remove_tree(gone)  # left by an interrupted rotation
-    if limit is None or limit <= 0:
-        return
     ours = [path for path in run.iterdir() if step_of(path) is not None and (path / MANIFEST).is_file()]
     ours.sort(key=lambda path: (path / MANIFEST).stat().st_mtime)
-    kept = {ours[-1].name, *([] if best is None else [Path(best).name])}
-    removable = [path for path in ours if path.name not in kept]
-    for path in removable[: max(len(ours) - max(limit, len(kept)), 0)]:
-        gone = path.parent / f".{path.name}.removed"
-        disk.rename(path, gone)  # in one step: half a checkpoint would be reported as damaged
-        disk.remove_tree(gone)
+    kept = {ours[-1], *([] if best is None else [run / Path(best).name])}
+    remove_oldest(run, ours, limit if limit and limit > 0 else None, kept)
 
 
 def save_optimizer(trainer: Any, folder: Path) -> None:
