@@ -197,11 +197,25 @@ def new_group_among(
     core: Any = dist.distributed_c10d
     chosen = backend or dist.get_backend_config()
     place = ranks.index(dist.get_rank())
-    group, _ = core._new_process_group_helper(
-        len(ranks), place, ranks, core.Backend(chosen), core._get_default_store(), name, timeout=timeout
-    )
+    with _unbound(core._get_default_group()):
+        group, _ = core._new_process_group_helper(
+            len(ranks), place, ranks, core.Backend(chosen), core._get_default_store(), name, timeout=timeout
+        )
     core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
+
+
+@contextlib.contextmanager
+def _unbound(parent: Any) -> Iterator[None]:
+    """While active, torch does not know that the program's group is bound to a device.
+
+    Else it splits NCCL's communicator of the program (`ncclCommSplit`), for which all of its ranks would have to come.
+    """
+    bound, parent.bound_device_id = parent.bound_device_id, None
+    try:
+        yield
+    finally:
+        parent.bound_device_id = bound
 
 
 def program_store() -> Any:

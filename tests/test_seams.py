@@ -103,6 +103,12 @@ TORCH = [
     ),
     Seam(torch.distributed.distributed_c10d, "_new_process_group_helper", "group_name: GroupName", "new_group_among"),
     Seam(
+        torch.distributed.distributed_c10d,
+        "_new_process_group_helper",
+        "_get_split_source(_get_default_group())",
+        "_unbound",
+    ),
+    Seam(
         torch.distributed.ProcessGroup, "_get_backend", "", "backend_on: a group may have one for each type of device"
     ),
     Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "new_group_among"),

@@ -185,11 +185,14 @@ _program: _Program | None = None
 
 
 def _new_group(ranks: tuple[int, ...], timeout: datetime.timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    if len(ranks) == dist.get_world_size():
-        made: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    is_all = len(ranks) == dist.get_world_size()
+    if is_all and backend is None:
+        made: dist.ProcessGroup = dist.new_group(timeout=timeout)
         return made
+    # Also of all ranks, if over gloo: where the program's group is bound to a device, torch asks the new one for that device,
+    # which gloo knows by the name of "cuda" alone.
     number = next(_Program.now().numbers.setdefault(ranks, itertools.count()))
-    name = f"hf_zero {'-'.join(map(str, ranks))} {number}"
+    name = f"hf_zero {'all' if is_all else '-'.join(map(str, ranks))} {number}"
     return torch_compat.new_group_among(list(ranks), name, timeout, backend)
 
 

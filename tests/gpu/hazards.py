@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
@@ -160,5 +161,17 @@ def tensor_axis(device: torch.device) -> dict[str, Any]:
     return {f"stage {stage}": far for stage, far in found.items()}
 
 
+def some_ranks(device: torch.device) -> dict[str, Any]:
+    """Two ranks of a larger program train by themselves: no other rank has to come when their groups are made."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if dist.get_rank() > 1:
+        return {}
+    model = make_model(LLAMA)
+    zero.shard_model(model, {"stage": 3, **BLOCKS}, mesh=DeviceMesh.from_group(groups[0], device.type))
+    far = furthest(train(model, device), device, num_batches=2)
+    assert far < 1e-5, far
+    return {"furthest": far}
+
+
 OF_TWO = (closure, raises, mixed, whole_model, bound)
-OF_FOUR = (replicas, tensor_axis)
+OF_FOUR = (replicas, tensor_axis, some_ranks)
