@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import sys
 import types
 from pathlib import Path
@@ -9,16 +11,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.cpp_extension import load
+from torch.utils.cpp_extension import get_default_build_root, load
 
 _HERE = Path(__file__).parent
 
 
 def build() -> Any:
-    """The device's library, built where it is not yet."""
-    sources = [str(_HERE / name) for name in ("device.cpp", "exchanges.cpp")]
-    flags = ["-O1", "-g0", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
-    return load("hf_zero_late_device", sources, extra_cflags=flags)
+    """The device's library, built where it is not yet.
+
+    Torch's own lock is a file, which a build that was killed leaves behind, and all later ones would wait for ever.
+    """
+    sources = sorted(_HERE.glob("*.cpp"))
+    content = b"".join(each.read_bytes() for each in sorted(_HERE.glob("*.[ch]*")))
+    name = f"hf_zero_late_{hashlib.sha256(content + torch.__version__.encode()).hexdigest()[:12]}"
+    folder = Path(get_default_build_root(), name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "builder").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        flags = ["-O1", "-g0", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+        return load(name, list(map(str, sources)), extra_cflags=flags, build_directory=str(folder))
 
 
 def register() -> Any:
@@ -46,8 +58,12 @@ def register() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     def exchanges(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return built.exchanges(dist.ProcessGroupGloo(store, rank, size, timeout), store, rank, size)
+        parent = None  # as torch gives it to NCCL's, where the program's group is bound to a device
+        if dist.is_initialized() and (bound := dist.group.WORLD.bound_device_id):
+            parent = dist.group.WORLD._get_backend(bound)
+        return built.Exchanges(dist.ProcessGroupGloo(store, rank, size, timeout), store, rank, size, parent)
 
+    dist.Backend.backend_capability["gloo"].append("sim")  # as it has "cuda"
     dist.Backend.register_backend("late", exchanges, devices=["sim"])
     return built
 

@@ -40,6 +40,7 @@ struct LateWork final : c10d::Work {
   bool isCompleted() override { return end->done; }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds timeout) override {
+    const auto gone = std::move(kept);  // after the lock
     Lock lock;
     if (timeout != kNoTimeout) {
       TORCH_CHECK(!forbids_syncs, "an exchange that is given a time blocks the process");
@@ -47,20 +48,40 @@ struct LateWork final : c10d::Work {
       force(end);
     }
     push(current(), {nullptr, end, nullptr});
-    kept.clear();
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
 };
 
+constexpr auto kSplit = std::chrono::seconds(20);
+
 struct Exchanges final : c10d::Backend {
-  Exchanges(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-      : Backend(rank, size), gloo_(std::move(gloo)), store_(std::move(store)) {}
+  Exchanges(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+            c10::intrusive_ptr<Exchanges> parent)
+      : Backend(rank, size), gloo_(std::move(gloo)), store_(std::move(store)), parent_(std::move(parent)) {}
+
+  ~Exchanges() override {  // by now all that it has launched is over
+    if (stream_ >= 0) streams[stream_].is_unused = true;
+  }
 
   const std::string getBackendName() const override { return "nccl"; }
   void shutdown() override {  // waits for what has been launched
     Lock lock;
     if (stream_ >= 0) synchronize(stream_);
+  }
+  bool supportsSplitting() const override { return true; }
+  void eagerConnectSingleDevice(c10::Device device) override { connect(device); }
+  // A communicator that is split off this one: all of its ranks take part, also those that the new one has not.
+  void split() {
+    const auto name = "split " + std::to_string(num_splits_++) + " on rank ";
+    store_->set(name + std::to_string(getRank()), std::vector<uint8_t>{1});
+    for (int peer = 0; peer < getSize(); peer++) {
+      try {
+        store_->wait({name + std::to_string(peer)}, kSplit);
+      } catch (const std::exception&) {
+        C10_THROW_ERROR(DistBackendError, "ncclCommSplit hangs: rank " + std::to_string(peer) + " of the parent does not call it");
+      }
+    }
   }
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override { is_collecting_ = true; }
@@ -262,6 +283,7 @@ struct Exchanges final : c10d::Backend {
     counts["launches of exchanges"]++;
     const int on = is_async ? stream_ : current();  // what the program waits for at once runs on its own stream
     if (is_async && !starts_at_once) push(on, {nullptr, record(current()), nullptr});
+    if (last_ && last_->stream != on) push(on, {nullptr, last_, nullptr});  // one after the other, on all ranks alike
     // The group lives until what it has launched is over, whoever drops it.
     auto self = c10::intrusive_ptr<Exchanges>::reclaim_copy(this);
     push(on, {[self, parts = std::move(parts), works = std::vector<WorkPtr>()]() mutable {
@@ -277,7 +299,7 @@ struct Exchanges final : c10d::Backend {
       }
       return true;
     }});
-    auto end = record(on);
+    auto end = last_ = record(on);
     if (waits_for_nothing) {
       end = std::make_shared<Event>();
       end->done = true;
@@ -288,6 +310,7 @@ struct Exchanges final : c10d::Backend {
   // A communicator is made by all ranks at the first exchange, and each of them brings a device of its own.
   void connect(c10::Device device) {
     if (stream_ >= 0) return;
+    if (parent_) parent_->split();
     const auto* host = std::getenv("NCCL_HOSTID");
     const std::string own = std::string(host ? host : "host") + " " + std::to_string(device.index());
     store_->set("device of " + std::to_string(getRank()), std::vector<uint8_t>(own.begin(), own.end()));
@@ -297,9 +320,7 @@ struct Exchanges final : c10d::Backend {
       C10_THROW_ERROR(DistBackendError, "ncclInvalidUsage: Duplicate GPU detected : rank " + std::to_string(getRank()) +
                                             " and rank " + std::to_string(peer) + " both on device " + device.str());
     }
-    Lock lock;
-    streams.push_back({device.index(), true});
-    stream_ = streams.size() - 1;
+    stream_ = new_stream(device.index(), true);
   }
 
  public:
@@ -308,7 +329,10 @@ struct Exchanges final : c10d::Backend {
  private:
   c10::intrusive_ptr<c10d::Backend> gloo_;
   c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<Exchanges> parent_;
+  int num_splits_ = 0;
   int stream_ = -1;
+  EventPtr last_;
   bool is_collecting_ = false;
   std::vector<Part> collected_;
   Tensors kept_;
@@ -317,9 +341,11 @@ struct Exchanges final : c10d::Backend {
 }  // namespace
 
 void define_exchanges(py::module& m) {
-  m.def("exchanges", [](c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<c10d::Store> store, int rank, int size) {
-    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Exchanges>(gloo, store, rank, size));
-  });
+  using Store = c10::intrusive_ptr<c10d::Store>;
+  py::class_<Exchanges, c10::intrusive_ptr<Exchanges>, c10d::Backend>(m, "Exchanges")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>, Store, int, int, c10::intrusive_ptr<Exchanges>>())
+      .def("perform_nocolor_split", [](Exchanges& parent, c10::Device) { parent.split(); },
+           py::call_guard<py::gil_scoped_release>());
   m.def("start_exchanges_at_once", [](bool does) { Exchanges::starts_at_once = does; });
   m.def("wait_for_no_exchange", [](bool does) { Exchanges::waits_for_nothing = does; });
 }

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -17,8 +18,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
 #include <unistd.h>
 
 namespace late {
@@ -40,11 +45,13 @@ struct Task {
 struct Stream {
   c10::DeviceIndex device = 0;
   bool is_side = false;  // of exchanges: all others are computed on
+  bool is_unused = false;
   std::deque<Task> tasks;
 };
 
-// The first are the default streams of the devices. A deque, so that a stream stays where it is.
-inline std::deque<Stream> streams(kDevices);
+// The first are the default streams of the devices. An array, since a stream is looked at while another is made.
+inline std::array<Stream, 4096> streams;
+inline std::atomic<int> num_streams{kDevices};
 inline thread_local c10::DeviceIndex current_device = 0;
 inline thread_local int current_streams[kDevices] = {0, 1};
 inline int current() { return current_streams[current_device]; }
@@ -55,18 +62,45 @@ inline std::map<std::string, int64_t> counts;
 inline std::recursive_mutex mutex;
 inline std::atomic<int64_t> activity{0};  // grows with whatever is queued or run
 
-struct Lock {  // whoever waits for it lets go of Python, whose owner may hold it
-  Lock() {
-    if (mutex.try_lock()) return;
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      py::gil_scoped_release released;
-      mutex.lock();
-    } else {
-      mutex.lock();
+inline int lock_depth = 0;
+// Tensors of Python's that a task has held. Letting go of them takes Python's lock, whose owner may wait for ours.
+inline std::vector<at::Tensor> let_go;
+
+// Whoever waits for it lets go of Python, and nobody who has it waits for Python.
+inline void take_mutex() {
+  const bool has_python = Py_IsInitialized() && PyGILState_Check();
+  while (!mutex.try_lock()) {
+    std::optional<py::gil_scoped_release> released;
+    if (has_python) released.emplace();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  lock_depth++;
+}
+inline void leave_mutex() {
+  std::vector<at::Tensor> gone;
+  if (--lock_depth == 0) gone.swap(let_go);
+  mutex.unlock();
+}
+struct Lock {
+  Lock() { take_mutex(); }
+  ~Lock() { leave_mutex(); }
+};
+
+inline int new_stream(c10::DeviceIndex device, bool is_side) {
+  Lock lock;
+  for (int s = kDevices; s < num_streams; s++) {  // of a group that is gone
+    if (streams[s].is_unused && streams[s].is_side == is_side && streams[s].device == device) {
+      streams[s].is_unused = false;
+      return s;
     }
   }
-  ~Lock() { mutex.unlock(); }
-};
+  const int s = num_streams;
+  TORCH_CHECK(s < int(streams.size()), "too many streams");
+  streams[s].device = device;
+  streams[s].is_side = is_side;
+  num_streams++;
+  return s;
+}
 
 inline bool is_running = false;  // a task may free tensors, which queues tasks
 
@@ -99,7 +133,7 @@ inline bool step(int s) {
 
 inline bool step_all(bool only_side) {
   bool any = false;
-  for (size_t s = 0; s < streams.size(); s++) {
+  for (int s = 0; s < num_streams; s++) {
     if (streams[s].is_side || !only_side) any |= step(s);
   }
   return any;
@@ -133,9 +167,9 @@ inline void force(EventPtr event) {  // a copy: the task that it is part of may 
     } else if (step(event->stream)) {
       run_side_streams_early();
     } else if (!step_all(false)) {
-      mutex.unlock();
+      leave_mutex();
       std::this_thread::sleep_for(std::chrono::microseconds(200));
-      mutex.lock();
+      take_mutex();
     }
   }
 }
@@ -159,7 +193,7 @@ inline void keep_going() {
       idle = activity == seen ? idle + 1 : 0;
       seen = activity;
       if (idle < 10) continue;
-      std::lock_guard<std::recursive_mutex> guard(mutex);
+      Lock lock;
       while (step_all(false)) seen = activity;  // and goes on at once, as soon as a peer has come
     }
   }).detach();
