@@ -229,8 +229,22 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
-    """How many exchanges this process has begun in a group, as torch counts them: alike on all of its ranks."""
-    return int(cast(Any, group)._get_sequence_number_for_group())
+    """How many exchanges this process has begun in a group, as torch counts them: alike on all of its ranks.
+
+    Each backend counts by itself, and those of other libraries may not count at all: the group asks only the one that it has
+    as a default, and raises where that does not count.
+    """
+    own = cast(Any, group)
+    found = 0
+    for backend in {id(each): each for each in map(own._get_backend, own._device_types)}.values():
+        with contextlib.suppress(RuntimeError):
+            found += int(backend._get_sequence_number_for_group())
+    return found
+
+
+def num_groups_begun() -> int:
+    """How many groups of the program this process has begun to make with `new_group`, which all ranks call alike."""
+    return int(dist.distributed_c10d._world.group_count)
 
 
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -159,7 +159,12 @@ TORCH = [
     Seam(torch.ops.aten.add.Tensor, "_schema", "", "operators: what an operator writes to"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
-    Seam(torch.distributed.ProcessGroup, "_get_sequence_number_for_group", "", "progress: who has passed a barrier"),
+    Seam(
+        torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group", "", "progress: who has passed a barrier"
+    ),
+    Seam(torch.distributed.ProcessGroup, "_device_types", "", "the same"),
+    Seam(torch.distributed.distributed_c10d._world, "group_count", "", "the same, of who makes a group"),
+    Seam(torch.distributed.distributed_c10d, "_process_group_name", "_world.group_count += 1", "num_groups_begun"),
     Seam(torch._C, "_storage_Use_Count", "", "WholeWindow: whether a view of a whole tensor lives on"),
     Seam(torch.autograd.profiler, "_is_profiler_enabled", "", "is_profiling"),
     Seam(torch, "_foreach_div_", "", "sums of a unit are divided in one launch"),

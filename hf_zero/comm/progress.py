@@ -2,7 +2,8 @@
 
 [Note: progress] All ranks run the same program. So the exchanges that a process has begun, counted by group and kind, say
 how far it is: if a peer has begun one that this process has not, it will not come any more to where this process is now. A peer
-that has begun no more may still come. Torch's default group counts too, since people wait in its barriers.
+that has begun no more may still come. Torch's default group counts too, since people wait in its barriers, and so do the groups
+that it makes, in which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hf_zero.comm.groups import default_group
 
 Progress = dict[str, dict[str, int]]
 
-_PROGRAM, _BEGUN, _ENDED = "the program", "begun", "ended"
+_PROGRAM, _BEGUN, _GROUPS, _ENDED = "the program", "begun", "groups", "ended"
 
 
 class Counts:
@@ -59,7 +60,8 @@ def progress() -> Progress:
     has_ended = group is None or _program.group() is not group
     found = {_PROGRAM: {_ENDED: 1}}
     if group is not None and not has_ended:
-        found = {_PROGRAM: {_BEGUN: torch_compat.sequence_number(group), _ENDED: 0}}
+        begun, groups = torch_compat.sequence_number(group), torch_compat.num_groups_begun()
+        found = {_PROGRAM: {_BEGUN: begun, _GROUPS: groups, _ENDED: 0}}
     for counts in [each() for each in _program.counted]:
         if counts is not None:
             found[counts.group] = dict(counts.by_kind.copy())

@@ -80,6 +80,15 @@ def test_reads_of_rank_0_alone_others_in_the_next_step(stage: int, collectives: 
     dist.barrier()
 
 
+@on_ranks(2, stage=SHARDED)
+def test_reads_of_rank_0_alone_others_make_a_group(stage: int) -> None:
+    twins = Twins(stage, collectives="pairwise", timeout_s=5)
+    twins.step()
+    if dist.get_rank() == 0:
+        _check(twins)
+    dist.new_group()  # in which the others wait for rank 0
+
+
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
 def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives)
