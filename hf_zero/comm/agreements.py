@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.beside.progress import counts_of
+from hf_zero.comm.beside.roll_call import missing
+from hf_zero.comm.beside.watch import Watch
 from hf_zero.comm.exchange import Exchange, InFlight, Work, is_late, named
 from hf_zero.comm.groups import Axis
 from hf_zero.comm.ledger import LedgerLine
-from hf_zero.comm.progress import counts_of
-from hf_zero.comm.roll_call import missing
-from hf_zero.comm.watch import Watch
 from hf_zero.errors import CollectiveError
 
 _LABEL_BYTES = 96

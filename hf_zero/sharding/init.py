@@ -17,12 +17,13 @@ from hf_zero.changes import Changes, undo_all
 from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
-from hf_zero.sharding import model_methods, other_libraries
+from hf_zero.sharding import model_methods
 from hf_zero.sharding.active import pausable, paused
 from hf_zero.sharding.construct import Cutter
 from hf_zero.sharding.cutting import partition_whole, raise_to_master
 from hf_zero.sharding.late import attach_late
 from hf_zero.sharding.loading import LoadSeam
+from hf_zero.sharding.other_libraries.install import install
 from hf_zero.sharding.tensor_parallel import TensorParallelSeam
 
 
@@ -62,7 +63,7 @@ class Init:
     def __enter__(self) -> Init:
         if self._config is None:
             return self
-        other_libraries.install()
+        install()
         world = self._world = World.create(self._config, default_device(), self._mesh)
         with ExitStack() as stack:
             stack.enter_context(paused(None))
@@ -153,7 +154,7 @@ def activate(config: ZeroConfig, device: torch.device) -> None:
     if _active and _active[-1].config == config and _active[-1].world.belongs_to(group):
         return
     _undo_activation()
-    other_libraries.install()
+    install()
     _active.append(_Activation(config, device))
 
 

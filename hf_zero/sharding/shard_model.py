@@ -19,12 +19,13 @@ from hf_zero.engine.parameters.records import at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import find_parameters, ignore
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.sharding import model_methods, other_libraries
+from hf_zero.sharding import model_methods
 from hf_zero.sharding.checks import (
     check_model,
     refuse_other_ranks,
 )
 from hf_zero.sharding.late import engines_inside, is_late, start_engine, world_at_rest
+from hf_zero.sharding.other_libraries.install import install
 
 
 def shard_model(
@@ -62,7 +63,7 @@ def shard_model(
 
     Source: ZeRO (arXiv:1910.02054).
     """
-    other_libraries.install()
+    install()
     ignore(model, _to_be_ignored(model, ignored_params))
     engine = engine_of(model)
     if engine is not None and all(engine.find(at_rest(found.param)) is not None for found in find_parameters(model)):

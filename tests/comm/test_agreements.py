@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm import agreements, roll_call
+from hf_zero.comm import agreements
 from hf_zero.comm.agreements import Agreements
+from hf_zero.comm.beside import roll_call
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives

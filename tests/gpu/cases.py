@@ -24,7 +24,7 @@ import hf_zero as zero
 from hf_zero import torch_compat
 from hf_zero.checkpoint.optimizer_state import source_of
 from hf_zero.checkpoint.ranks.background import BackgroundSaves
-from hf_zero.comm import watch
+from hf_zero.comm.beside import watch
 from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.models import config_of

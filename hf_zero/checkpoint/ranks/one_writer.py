@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm.store import Notes
+from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.together import described
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.ranks.world import World

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.beside.progress import Progress, is_ahead, progress
+from hf_zero.comm.beside.service import Answer, Peers, answer
+from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
 from hf_zero.comm.groups import default_group
-from hf_zero.comm.progress import Progress, is_ahead, progress
-from hf_zero.comm.service import Answer, Peers, answer
-from hf_zero.comm.store import Notes
 from hf_zero.engine.ranks.leaving import before_leaving, no_function_runs
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout

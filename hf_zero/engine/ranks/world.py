@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.comm import together
 from hf_zero.comm.axes import Axes
+from hf_zero.comm.beside.progress import leave_out
+from hf_zero.comm.beside.service import Peers
 from hf_zero.comm.collectives import Collectives, RowCollectives, Rows
 from hf_zero.comm.groups import default_group
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.progress import leave_out
 from hf_zero.comm.select import make_collectives
-from hf_zero.comm.service import Peers
 from hf_zero.comm.wire import WireCollectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision

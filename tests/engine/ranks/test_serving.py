@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero.comm.progress import progress
+from hf_zero.comm.beside.progress import progress
 from tests.engine.twins import EXCHANGES, SHARDED, Twins, sgd
 from tests.ranks import on_ranks
 

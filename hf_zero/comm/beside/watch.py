@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
-from hf_zero.comm.store import Notes
 from hf_zero.errors import CollectiveError
 
 logger = logging.getLogger(__name__)

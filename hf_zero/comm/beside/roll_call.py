@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hf_zero.comm.store import Notes
+from hf_zero.comm.beside.store import Notes
 
 _GRACE_S = 2.5  # that the others have to say where they are
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zero.sharding import adapters, foreign_files, tensor_swaps, wrappers
+from hf_zero.sharding.other_libraries import adapters, foreign_files, tensor_swaps, wrappers
 
 
 def install() -> None:
