@@ -74,6 +74,12 @@ QUANTISED = [
 ]
 TORCH = [
     Seam(
+        importlib.import_module("torch._dynamo.decorators"),
+        "mark_static_address",
+        "t._dynamo_static_input_type",
+        "is_of_users: what compilers note of one tensor begins with _dynamo_",
+    ),
+    Seam(
         COMPOSABLE,
         "",
         "_localize_dtensor(module, ignored_params=ignored_params)",
@@ -515,6 +521,7 @@ def test_every_private_name_in_use_is_in_the_table() -> None:
         "_exit",
         "_foreach",
         "_foreach_",
+        "_dynamo_",
     }
     used = {(name, file) for file, tree in trees.items() for name in foreign_names(tree)}
     strange = sorted((name, file) for name, file in used if name not in own | known and not name.startswith("_zero_"))

@@ -352,6 +352,10 @@ class ZeroEngine:
         """See `Owner.whole_at_hand`."""
         return self.gathering.whole_at_hand(self._unit_of[id(p := self._by_param[id(param)])], p)
 
+    def everywhere(self, param: Tensor) -> list[Tensor]:
+        """See `Owner.everywhere`."""
+        return self._by_param[id(param)].everywhere()
+
     def name_of(self, param: Tensor) -> str:
         """See `Owner.name_of`."""
         return self._by_param[id(param)].name

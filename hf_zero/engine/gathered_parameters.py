@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
-from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, gathered, put
 from hf_zero.engine.parameters.replaced import is_replaced, note_replaced, refuse
-from hf_zero.engine.parameters.whole import STANDS_FOR, WholeParameter
+from hf_zero.engine.parameters.whole import STANDS_FOR, WholeParameter, attributes_of_users, retire
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
@@ -120,10 +120,8 @@ class GatheredParameters:
         cut = world.cut_of(param)
         whole: nn.Parameter = WholeParameter(self._gather(param), requires_grad=param.requires_grad)
         whole = cast(nn.Parameter, as_shown(param, whole))
-        for key, value in attributes_of(param).items():
-            if key not in vars(whole):
-                setattr(whole, key, value)
-        setattr(whole, STANDS_FOR, param)
+        vars(whole).update(attributes_of_users(param) | vars(whole))
+        vars(whole)[STANDS_FOR] = param
         item = _Gathered(param, cut, world, whole, None)
         self._gathered.append(item)
         self._note_values(item)
@@ -261,6 +259,7 @@ def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: n
     """Let modules hold `param` again, but for those that were given another parameter, or another shape, meanwhile."""
     gathered.pop(id(param), None)
     del vars(whole)[STANDS_FOR]
+    retire(whole, param)
     if isinstance(whole, WholeParameter):
         cast(Any, whole).__class__ = nn.Parameter  # where it stays, it is one like any that a module has been given
     if whole.shape == param.shape:

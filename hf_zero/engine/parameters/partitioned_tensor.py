@@ -38,6 +38,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.parameters.rule import Root, run
 from hf_zero.engine.parameters.user_hooks import HOOKS, hold_again, let_hold, register
 from hf_zero.engine.parameters.views import Readable, View, views
+from hf_zero.engine.parameters.whole import Shares
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
@@ -56,6 +57,9 @@ class Owner(Protocol):
 
     def whole_at_hand(self, param: Tensor) -> Tensor | None:
         """Its whole tensor, where this rank has it between uses, as it is now."""
+
+    def everywhere(self, param: Tensor) -> list[Tensor]:
+        """Itself, and all that stands for it now."""
 
 
 _owners: dict[
@@ -100,7 +104,7 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
     return {key: value for key, value in vars(tensor).items() if key not in _SLOTS}
 
 
-class PartitionedTensor(Readable, Root, DTensor):
+class PartitionedTensor(Shares, Readable, Root, DTensor):
     """A `DTensor` that is a parameter of hf_zero, an alias of one, or computed from one: see the notes above."""
 
     _zero_base: PartitionedTensor | None  # of an alias: the parameter; None for a value
@@ -115,7 +119,7 @@ class PartitionedTensor(Readable, Root, DTensor):
     @classmethod
     def _made(cls, local: Tensor, spec: Any, world: World, cut: Cut) -> PartitionedTensor:
         new = cast(PartitionedTensor, cls.__new__(cls, local, spec, requires_grad=False))
-        new._zero_world, new._zero_cut, new._zero_base = world, cut, None
+        vars(new).update(_zero_world=world, _zero_cut=cut, _zero_base=None)
         return new
 
     def like(self, rows: Tensor) -> PartitionedTensor:
@@ -169,6 +173,14 @@ class PartitionedTensor(Readable, Root, DTensor):
         vars(self).pop(_SHOWN, None)
         if whole is not None:
             setattr(self, _SHOWN, whole)
+
+    def everywhere(self) -> list[Tensor]:
+        """See `Shares`: an alias or a value is by itself."""
+        owner = self._zero_owner if self is self._zero_param else None
+        if owner is not None:
+            return owner.everywhere(self)
+        whole = shown_by_gatherer(self)
+        return [] if whole is None else [whole]
 
     def to_local(self, **options: Any) -> Tensor:
         """This rank's rows; inside `GatheredParameters`, the whole."""
@@ -306,6 +318,12 @@ class PartitionedTensor(Readable, Root, DTensor):
 
 
 torch_compat.step_in_lists(PartitionedTensor)
+
+
+def shown_by_gatherer(param: Tensor) -> Tensor | None:
+    """The plain whole tensor that stands for a parameter inside `GatheredParameters`."""
+    shown: Tensor | None = vars(param).get(_SHOWN)
+    return shown
 
 
 def rows_like(rows: Tensor, param: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like, shown_by_gatherer
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
-from hf_zero.engine.parameters.whole import STANDS_FOR, as_whole, num_writes, stop_counting
+from hf_zero.engine.parameters.whole import STANDS_FOR, as_whole, attributes_of_users, num_writes, retire
 from hf_zero.engine.ranks.world import World
 from hf_zero.layout import RowLayout
 from hf_zero.scratch import Place
@@ -72,6 +72,8 @@ class ZeroParameter:
     has_own_grad: bool = False  # `param.grad` is what no backward has reduced yet, see `accumulation`
     has_master: bool = False  # rows that no module computes with, beside a whole copy in another dtype
     is_shared: bool = False
+    read: list[Tensor] = field(default_factory=list)  # what stands for it outside of calls, in the running pass
+    _own_names: frozenset[str] = frozenset()  # of its attributes, if no user has set any
     _seen: list[tuple[object, Tensor, int]] = field(default_factory=list)  # with the writes before
 
     def __post_init__(self) -> None:
@@ -79,7 +81,17 @@ class ZeroParameter:
 
     def as_seen(self, whole: Tensor) -> Tensor:
         """What modules see of a gathered tensor, in its graph; made once a call."""
-        return as_whole(whole, self.is_shared) if self.seen is None else self.seen.of(whole)
+        seen = as_whole(whole, self) if self.seen is None else self.seen.of(whole)
+        if vars(self.param).keys() != self._own_names:  # a look at a parameter without users' attributes costs nothing
+            attributes = attributes_of_users(self.param)
+            vars(seen).update(attributes)
+            self._own_names = frozenset() if attributes else frozenset(vars(self.param))
+        return seen
+
+    def everywhere(self) -> list[Tensor]:
+        """See [Note: attributes of users]."""
+        shown = shown_by_gatherer(self.param)
+        return [self.param, *(whole for _, whole, _ in self._seen), *self.read, *([] if shown is None else [shown])]
 
     @property
     def locations(self) -> list[tuple[nn.Module, str]]:
@@ -147,7 +159,6 @@ class ZeroParameter:
     def push(self, owner: object, whole: Tensor) -> None:
         """Let the modules see `whole` under the parameter's name, until `pop(owner)`."""
         before = self._seen[-1][1] if self._seen else self.param
-        _copy_attributes(before, whole)
         self._seen.append((owner, whole, num_writes(whole)))
         self._install(whole, before)
 
@@ -167,7 +178,6 @@ class ZeroParameter:
         if seen[-1][0] is owner:
             _, whole, before = seen.pop()
             outer = seen[-1][1] if seen else self.param
-            _copy_attributes(whole, outer)
             self._install(outer, whole)
         else:
             place = next((i for i, entry in enumerate(seen) if entry[0] is owner), None)
@@ -175,7 +185,7 @@ class ZeroParameter:
                 return None
             _, whole, before = seen.pop(place)
         is_written = num_writes(whole) != before
-        stop_counting(whole)
+        retire(whole, self.param)
         return whole if is_written else None
 
     def _install(self, tensor: Tensor, before: Tensor) -> None:
@@ -209,16 +219,6 @@ class ZeroParameter:
     def _as_gradient(self, rows: Tensor) -> Tensor:
         param = self.param
         return rows_like(rows, param) if isinstance(param, DTensor) else rows
-
-
-def _copy_attributes(source: Tensor, target: Tensor) -> None:
-    """Let what users have set on a parameter (`weight.mask = ...`) be found on what is seen in its place, and back.
-
-    Names of our own and of torch are of one tensor.
-    """
-    for key, value in vars(source).items():
-        if not key.startswith("_"):
-            vars(target)[key] = value
 
 
 def at_rest(param: nn.Parameter) -> nn.Parameter:

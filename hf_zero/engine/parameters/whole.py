@@ -7,12 +7,18 @@ counts apart. As soon as modules see the rows again, each rank keeps its own row
 written the same. Where they have not (statistics of a rank's own batch), no rank has the whole truth: that is an error.
 In memory that a host's ranks share, all of them would write at once, and into what others still read. There a tensor moves into
 memory of its own before the first write.
+
+[Note: attributes of users] Users set attributes on parameters (`weight.mask = ...`), and find them wherever they read
+`module.weight`. What stands for a parameter is made with them; who sets one, sets it on the parameter and on all that stands
+for it. (Were they looked up there, by `__getattr__`, code under `torch.compile` would find none.)
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +27,71 @@ from hf_zero.errors import UsageError
 
 _data: Any = torch._C.TensorBase.data
 STANDS_FOR = "_zero_stands_for"
-_COUNTER, _MOVED = "_zero_counter", "_zero_moved"
+_COUNTER, _MOVED, _RECORD = "_zero_counter", "_zero_moved", "_zero_record"
 
 
-class Whole(Tensor):
+def is_of_users(name: str) -> bool:
+    """Whether an attribute of a tensor is one that users and their libraries set; the others are our own and torch's."""
+    return not name.startswith(("_zero_", "_dynamo_")) and name != "_is_param"
+
+
+def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
+    """What users have set on a tensor of any class."""
+    return {name: value for name, value in vars(tensor).items() if is_of_users(name)}
+
+
+class Shares:
+    """A parameter, or what stands for one: see [Note: attributes of users]."""
+
+    __slots__ = ()
+
+    def everywhere(self) -> list[Tensor]:
+        """The parameter, and all that stands for it now."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _outside_compiled_graphs(_set)(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _outside_compiled_graphs(_delete)(self, name)
+
+
+def _set(tensor: Shares, name: str, value: Any) -> None:
+    object.__setattr__(tensor, name, value)
+    if is_of_users(name) and name in vars(tensor):
+        for each in tensor.everywhere():
+            vars(each)[name] = value
+
+
+def _delete(tensor: Shares, name: str) -> None:
+    is_shared = is_of_users(name) and name in vars(tensor)
+    object.__delattr__(tensor, name)
+    if is_shared:
+        for each in tensor.everywhere():
+            vars(each).pop(name, None)
+
+
+def _outside_compiled_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, where `torch.compile` looks away, if it runs: it would be imported."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., None]) -> Callable[..., None]:
+    return cast(Callable[..., None], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+class Record(Protocol):
+    """A parameter as its engine knows it."""
+
+    param: nn.Parameter
+    is_shared: bool
+
+    def everywhere(self) -> list[Tensor]:
+        """See `Shares.everywhere`."""
+
+
+class Whole(Shares, Tensor):
     """A whole parameter. What is computed of it is a plain tensor, and it is copied and pickled as one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -49,6 +116,11 @@ class Whole(Tensor):
             )
         with torch.no_grad():
             self.data.copy_(value)
+
+    def everywhere(self) -> list[Tensor]:
+        """See `Shares`."""
+        record: Record | None = vars(self).get(_RECORD)
+        return [] if record is None else record.everywhere()
 
     def before_write(self) -> None:
         """Somebody may be about to write."""
@@ -88,10 +160,12 @@ for _name in [*_IN_PLACE, "__setitem__"]:
     setattr(SharedWhole, _name, _writing(_name))
 
 
-def as_whole(tensor: Tensor, is_shared: bool) -> Tensor:
-    """`tensor`, which from now on counts its writes; one of a class of its own (quantised bytes) stays as it is."""
+def as_whole(tensor: Tensor, record: Record) -> Tensor:
+    """`tensor`, which from now on stands for a parameter and counts its writes; one of a class of its own (quantised bytes,
+    what the tensor axis cuts) stays as it is."""
     if type(tensor) is Tensor:
-        tensor.__class__ = SharedWhole if is_shared else Whole
+        tensor.__class__ = SharedWhole if record.is_shared else Whole
+        vars(tensor)[_RECORD] = record
     return tensor
 
 
@@ -110,16 +184,24 @@ def is_safe_to_keep(tensor: Tensor) -> bool:
     return type(tensor) is Whole or vars(tensor).get(_MOVED) == 0
 
 
-def stop_counting(tensor: Tensor) -> None:
-    """Let go of the memory that counts writes through `.data`."""
-    vars(tensor).pop(_COUNTER, None)
+def retire(tensor: Tensor, param: Tensor) -> None:
+    """`tensor` stands for `param` no longer: let go of the memory that counts writes through `.data`."""
+    if isinstance(tensor, Shares):
+        vars(tensor).pop(_COUNTER, None)
+    else:
+        vars(param).update(attributes_of_users(tensor))
 
 
-class WholeParameter(nn.Parameter):
+class WholeParameter(Shares, nn.Parameter):
     """What modules hold inside `GatheredParameters`: plain, with the gradient of the parameter that it stands for."""
 
     def _of(self) -> nn.Parameter:
         return cast(nn.Parameter, vars(self)[STANDS_FOR])
+
+    def everywhere(self) -> list[Tensor]:
+        """See `Shares`."""
+        param = vars(self).get(STANDS_FOR)
+        return param.everywhere() if isinstance(param, Shares) else []
 
     @property
     def grad(self) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.parameters.whole import is_safe_to_keep, num_writes, stop_counting
+from hf_zero.engine.parameters.whole import is_safe_to_keep, num_writes, retire
 from hf_zero.engine.ranks.alike import checksum
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit
@@ -68,6 +68,7 @@ class Reads:
         """Remember what was read."""
         self._known[p, is_traced] = unit, whole
         self._before[p, is_traced] = num_writes(whole)
+        p.read.append(whole)
 
     def source_of(self, tensor: Tensor) -> Tensor:
         """The parameter that `tensor` was read from, or itself."""
@@ -89,7 +90,8 @@ class Reads:
 
     def clear(self) -> None:
         """The pass is over."""
-        for _, whole in self._known.values():
-            stop_counting(whole)
+        for (p, _), (_, whole) in self._known.items():
+            retire(whole, p.param)
+            p.read.clear()
         self._known.clear()
         self._before.clear()
