@@ -35,6 +35,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.addresses import StorageAtRest
 from hf_zero.engine.parameters.rule import Root, run
 from hf_zero.engine.parameters.user_hooks import HOOKS, hold_again, let_hold, register
 from hf_zero.engine.parameters.views import Readable, View, views
@@ -84,7 +85,8 @@ def forget_owner(param: Tensor, owner: Owner) -> None:
 _grad: Any = torch._C.TensorBase.grad
 _MEMORY = "_zero_memory"
 _SHOWN = "_zero_shown"
-_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN)
+_PLACE = "_zero_place_of_whole"
+_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN, _PLACE)
 
 
 _OWN_REFERENCES = 2  # to a `_Memory`, when no alias has it: the local name's, and that of the call that counts
@@ -162,6 +164,14 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
         param = self._zero_param
         whole: Tensor | None = None if param is None else vars(param).get(_SHOWN)
         return None if whole is None else whole.detach()
+
+    @property
+    def place(self) -> torch.UntypedStorage:  # type: ignore[override]
+        """See `Root.place`: that of the parameter for its aliases, too."""
+        known = vars(self if self._zero_param is None else self._zero_param)
+        if _PLACE not in known:
+            known[_PLACE] = StorageAtRest.of(self.numel() * self.itemsize)
+        return cast(StorageAtRest, known[_PLACE])
 
     def whole_at_hand(self) -> Tensor | None:
         """See `Root.whole_at_hand`."""

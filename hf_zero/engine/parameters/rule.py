@@ -49,6 +49,7 @@ class Root(AtRest):
     """A tensor of which every rank holds its elements."""
 
     rows: Tensor
+    place: torch.UntypedStorage  # tells where the whole would be, see `addresses`
 
     @property
     @abstractmethod

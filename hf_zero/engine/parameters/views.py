@@ -34,6 +34,23 @@ class Readable(AtRest):
         with torch.no_grad():
             return self.full_tensor().numpy(force=force)
 
+    def data_ptr(self) -> int:
+        """Where it would be if it were whole: no memory, but another place for each parameter. See `addresses`."""
+        tensor = cast(Tensor, self)
+        if (whole := self.root.shown) is not None:
+            return self.of(whole).data_ptr()
+        return self.root.place.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """What tells where the whole would be, and how large, see `data_ptr`."""
+        if (whole := self.root.shown) is not None:
+            return whole.untyped_storage()
+        return self.root.place
+
+    def storage(self) -> Any:
+        """See `untyped_storage`."""
+        return torch.TypedStorage(wrap_storage=self.untyped_storage(), dtype=cast(Tensor, self).dtype, _internal=True)  # type: ignore[no-untyped-call]
+
     def tolist(self) -> Any:
         """The whole tensor's values, as Python numbers."""
         with torch.no_grad():
