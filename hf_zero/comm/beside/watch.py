@@ -21,11 +21,13 @@ import torch
 
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
+from hf_zero.comm.groups import default_group
 from hf_zero.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
 
 _LOOKS_EVERY_S = 1.0
+_GONE = (RuntimeError, ValueError)  # the process that keeps the store is gone, or the program's group is
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Watch:
 
     def look(self) -> None:
         """Forget what has passed, and tell of the first exchange that has not, if it is late."""
+        if default_group() is None:  # the program has ended it, and with it its exchanges
+            self._marks.clear()
         while self._marks and self._marks[0].event.query():
             self._marks.popleft()
             self._passed_at = time.monotonic()
@@ -99,7 +103,7 @@ class Watch:
         """Let the others know what this rank waits for; None: nothing any more."""
         if what == self._written:
             return
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+        with contextlib.suppress(*_GONE):
             if what is None:
                 self._notes.remove(self._own)
             else:
@@ -115,7 +119,7 @@ class Watch:
                     absent.append(rank)
                 if theirs not in (what, None):
                     cause += f"; rank {rank} waits in {theirs}"
-        except RuntimeError as error:
+        except _GONE as error:
             cause += f"; the others cannot be asked: {error}"
         return named(RuntimeError(cause), mark.what, absent or None, mark.timeout_s)
 

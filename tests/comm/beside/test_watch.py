@@ -140,3 +140,14 @@ def _dropped() -> bool:
 
 def test_the_thread_ends_with_what_it_watches() -> None:
     assert all(run_ranks(_dropped, 2))
+
+
+def test_nothing_is_raised_where_the_program_has_ended_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not dist.is_initialized()
+    monkeypatch.setattr(torch, "Event", _Event)
+    _Event.passes = threading.Event()
+    own = watch.Watch("group", [0, 1], 0, torch.device("cuda", 0))
+    own.follow("gather of 'a'", 0.0)
+    own.look()
+    assert not own._marks
+    own._write("gather of 'a'")
