@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.gpu.cases import CASES_OF_FOUR, CASES_OF_TWO, NEED_A_FOLDER, run
+from tests.gpu.mistakes import MISTAKES
 from tests.ranks import ENVIRONMENT, on_ranks
 
 _LIMIT_S = 300
@@ -58,6 +59,12 @@ def test_cases_can_be_launched(tmp_path: Path) -> None:
     assert _launched("resume", tmp_path).startswith("resume: right")
 
 
+_NEEDS_A_COMPILER = pytest.mark.skipif(
+    not all(map(shutil.which, ("g++", "ninja"))),
+    reason="g++ and ninja build the late device, and one of them is missing",
+)
+
+
 @pytest.fixture(scope="session")
 def late_device() -> None:
     """Build it, which takes a minute or more; nobody ends that, since torch would wait for its lock for ever."""
@@ -66,17 +73,38 @@ def late_device() -> None:
 
 
 @pytest.mark.slow
+@_NEEDS_A_COMPILER
 @pytest.mark.usefixtures("late_device")
-@pytest.mark.skipif(not all(map(shutil.which, ("g++", "ninja"))), reason="nothing to build the device with")
 @pytest.mark.parametrize("order", ["late", "early"])
 @pytest.mark.parametrize("name", [*CASES_OF_TWO, *CASES_OF_FOUR])
 def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
     module = ["tests.gpu.late.run", name, order]
-    assert _launched(name, tmp_path, module, 4 if name in CASES_OF_FOUR else 2).startswith(f"{name}: right")
+    assert _launched(name, tmp_path, module, 4 if name in CASES_OF_FOUR else 2).startswith(f"{name}, {order}: right")
 
 
-def _launched(name: str, tmp_path: Path, module: Sequence[str] = (), num_ranks: int = 2) -> str:
-    """A process a rank, each on a GPU of its own, or all on the one there is. The late device has two a host."""
+@pytest.mark.slow
+@_NEEDS_A_COMPILER
+@pytest.mark.usefixtures("late_device")
+def test_the_late_device_shows_mistakes(tmp_path: Path) -> None:
+    shown = _launched(",".join(MISTAKES), tmp_path, ["tests.gpu.late.run", ",".join(MISTAKES), "late,early"], last="")
+    seen = [
+        f"{name}, {order}: seen" for order in ("late", "early") for name, m in MISTAKES.items() if order in m.seen_in
+    ]
+    assert [line for line in seen if line not in shown] == []
+
+
+def _launched(
+    name: str, tmp_path: Path, module: Sequence[str] = (), num_ranks: int = 2, last: str | None = None
+) -> str:
+    """What rank 0 says of a case, of a process a rank: each is on a GPU of its own, or all are on the one there is.
+
+    Args:
+        name: of the case.
+        tmp_path: for logs, and for what it saves.
+        module: what is run, with its arguments; by default on a GPU. The late device has two a host.
+        num_ranks: how many processes.
+        last: what the lines begin with that are given back; by default the name.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     is_late = bool(module)
@@ -110,4 +138,4 @@ def _launched(name: str, tmp_path: Path, module: Sequence[str] = (), num_ranks: 
             each.wait()
     texts = [log.read_text(errors="replace") for log in logs]
     assert [each.returncode for each in ranks] == [0] * num_ranks, "\n---\n".join(text[-4000:] for text in texts)
-    return next(line for line in texts[0].splitlines() if line.startswith(f"{name}: right"))
+    return "\n".join(line for line in texts[0].splitlines() if line.startswith(name if last is None else last))

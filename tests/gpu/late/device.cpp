@@ -235,6 +235,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("run_early", [](bool early) { runs_early = early; });
   m.def("forbid_syncs", [](bool forbids) { forbids_syncs = forbids; });
+  m.def("forgive_failures", [](bool forgives) { forgives_failures = forgives; });
   m.def("counts", [] {
     Lock lock;
     return counts;

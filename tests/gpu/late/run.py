@@ -1,14 +1,17 @@
-"""Cases of the GPU's on a rank of the late device: `python -m tests.gpu.late.run NAME[,NAME...] ORDER [FOLDER]`.
+"""Cases of the GPU's on a rank of the late device: `python -m tests.gpu.late.run NAME[,NAME...] ORDER[,ORDER...] [FOLDER]`.
 
-ORDER says which of the orders that CUDA permits is taken, "late" or "early": see streams.h.
+A name is that of a case, or of a mistake that has to be seen. ORDER says which of the orders that CUDA permits is taken, "late"
+or "early": see streams.h. Of several, all names are run in the first, and then in the next.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import itertools
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -43,25 +46,36 @@ def _tell_accelerate(device: torch.device) -> None:
     accelerate.state.PartialState.__init__ = make_on_device
 
 
-def main(names: str, order: str, *folder: str) -> None:
-    """Run cases on this rank, and say of each that it is right."""
+def main(names: str, orders: str, *folder: str) -> None:
+    """Run cases on this rank, and say of each that it is right, or of a mistake whether it is seen."""
     os.environ.pop("ACCELERATE_USE_CPU", None)
     built = register()
-    built.run_early(order == "early")
     device = torch.device("sim", int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
     # Half of the programs bind their group to the device, off which torch then splits others. (Not for meshes of several
     # axes, which are made by `split_group`.)
-    is_bound = order == "early" and "tensor_axis" not in names
+    is_bound = orders.startswith("early") and "tensor_axis" not in names
     dist.init_process_group("cpu:gloo,sim:late", device_id=device if is_bound else None)
     _make_up_for_torch()
     _tell_accelerate(device)
-    from tests.gpu import cases
+    from tests.gpu import cases, mistakes
 
-    for name in names.split(","):
-        found = cases.CASES[name](device, *(folder if name in cases.NEED_A_FOLDER else ()))
+    for order, name in itertools.product(orders.split(","), names.split(",")):
+        built.run_early(order == "early")
+        began = time.monotonic()
+        if name in mistakes.MISTAKES:
+            mistake = mistakes.MISTAKES[name]
+            found = (
+                ""
+                if order not in mistake.seen_in
+                else "seen"
+                if mistakes.is_seen(mistake, device, built)
+                else "NOT SEEN"
+            )
+        else:
+            found = f"right. {cases.CASES[name](device, *(folder if name in cases.NEED_A_FOLDER else ()))}"
         built.synchronize()  # what nobody has waited for: the groups of a model that is gone are closed
-        print(f"{name}: right. {found}", flush=True)
+        print(f"{name}, {order}: {found} ({time.monotonic() - began:.1f} s)", flush=True)
     dist.barrier()
 
 

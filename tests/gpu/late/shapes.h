@@ -48,9 +48,10 @@ Tensor as_number(const Tensor& tensor, Tensor other) {
   return other;
 }
 Tensor meta_of(const Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
+  // A number stays one of the host's: meta kernels that are Python take it for a number only there.
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   const auto options = tensor.options().device(at::kMeta).requires_grad(false);
-  return as_number(tensor, at::empty_strided(tensor.sizes(), tensor.strides(), options));
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
 // Which argument each result is, if it is one that was written to; else -1.

@@ -1,0 +1,206 @@
+"""Mistakes that a GPU forgives most of the time, put in one at a time: the late device has to show each of them.
+
+Each is a place where a stream, or the host, waits for another, and a run that goes through it. The run is right as it is,
+and comes out otherwise once the place waits no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero as zero
+from hf_zero.checkpoint.optimizer_state import source_of
+from hf_zero.checkpoint.ranks.background import BackgroundSaves
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.units.gathering import Gathering
+from hf_zero.engine.units.unit import Unit
+from tests.gpu.training import adamw
+from tests.models import Stack, stack_batch
+
+_CONFIG: dict[str, Any] = {"stage": 3, "units": ["_StackBlock"], "timeout_s": 20}
+
+
+def _stack(device: torch.device, **config: Any) -> Stack:
+    torch.manual_seed(0)
+    model = Stack().to(device)
+    zero.shard_model(model, {**_CONFIG, **config})
+    return model
+
+
+def _engine(model: nn.Module) -> ZeroEngine:
+    engine = zero.engine_of(model)
+    assert engine is not None
+    return engine
+
+
+def _loss(model: nn.Module, step: int, device: torch.device) -> Tensor:
+    loss: Tensor = model(**{name: each.to(device) for name, each in stack_batch(step, dist.get_rank()).items()})
+    return loss
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, device: torch.device) -> Tensor:
+    loss = _loss(model, step, device)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _training(device: torch.device, **config: Any) -> Tensor:
+    """The losses of three steps."""
+    model = _stack(device, **config)
+    optimizer = adamw(model)
+    return torch.stack([_step(model, optimizer, step, device) for step in range(3)]).cpu()
+
+
+def _dropping(device: torch.device) -> Tensor:
+    """Numbers in the memory of a gather that nobody has waited for."""
+    engine = _engine(_stack(device))
+    unit = next(each for each in engine.gathering.units if each.buffer_nbytes)
+    unit.start_gather()
+    engine.gathering.drop()
+    # Other numbers on each rank, since the gather sends what it finds there.
+    again = torch.full((unit.buffer_nbytes // 4,), 7.0 + dist.get_rank(), device=device)
+    torch.accelerator.synchronize()
+    return again.cpu()
+
+
+def _saving(device: torch.device) -> Tensor:
+    """What a thread finds in the rows that it is to save."""
+    model, found = _stack(device), []
+    optimizer, saves = adamw(model), BackgroundSaves(_engine(model).world)
+    for step in range(3):
+        _step(model, optimizer, step, device)
+        kept = saves.keep({name: source_of(param) for name, param in model.named_parameters()})
+        saves.start(
+            lambda _, kept=kept: found.extend(each.rows.flatten().clone() for each in kept.values()), lambda: None
+        )
+        _step(model, optimizer, 7, device)
+        saves.wait()
+    return torch.cat(found)
+
+
+def _reading_alone(device: torch.device) -> Tensor:
+    """What rank 0 reads of a weight by itself, while the others are in the next step, behind one that is queued."""
+    model = _stack(device)
+    optimizer, found = adamw(model), [torch.zeros(())]
+    for step in range(3):
+        _step(model, optimizer, step, device)
+        if dist.get_rank() == 0:
+            found.append(model.blocks[1].up.weight.norm().cpu())
+    _step(model, optimizer, 3, device)
+    return torch.stack(found)
+
+
+def _lending(device: torch.device) -> Tensor:
+    """Numbers that a stream of the program's own makes of memory that is given back meanwhile."""
+    main, other = torch.accelerator.current_stream(device), torch.Stream(device)
+    lent = torch.full((1000,), 3.0, device=device)
+    other.wait_stream(main)
+    with other:
+        found = lent * 2
+    lent.record_stream(other)
+    del lent
+    again = torch.full((1000,), 7.0, device=device)  # in the same memory, if that is thought to be free
+    assert (again.cpu() == 7).all()
+    other.synchronize()
+    return found.cpu()
+
+
+@contextlib.contextmanager
+def _switched(switch: Callable[[bool], None]) -> Iterator[None]:
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
+
+
+def _released_under_a_gather() -> AbstractContextManager[Any]:
+    release = Unit.release_if_unused
+
+    def without_a_wait(unit: Unit) -> None:
+        with patch.object(Unit, "settle", lambda unit: None):
+            release(unit)
+
+    return patch.object(Unit, "release_if_unused", without_a_wait)
+
+
+def _saved_early() -> AbstractContextManager[Any]:
+    keep = BackgroundSaves.keep
+
+    def without_an_event(saves: BackgroundSaves, *args: Any) -> Any:
+        kept = keep(saves, *args)
+        saves._copied = None
+        return kept
+
+    return patch.object(BackgroundSaves, "keep", without_an_event)
+
+
+def _answered_early() -> AbstractContextManager[Any]:
+    def without_a_record(gathering: Gathering) -> None:
+        gathering.settled = torch.Event(gathering._world.device)
+
+    return patch.object(Gathering, "_note_that_rows_settle", without_a_record)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One place that does not wait.
+
+    Attributes:
+        make: the mistake, while the context is open; given what the device offers.
+        run: what goes through the place, and gives numbers.
+        seen_in: the orders of the device in which it has to show.
+    """
+
+    make: Callable[[Any], AbstractContextManager[Any]]
+    run: Callable[[torch.device], Tensor]
+    seen_in: tuple[str, ...] = ("late", "early")
+
+
+MISTAKES = {
+    "compute does not wait for exchanges": Mistake(
+        lambda device: _switched(device.wait_for_no_exchange), _training, ("late",)
+    ),
+    "exchanges start before their tensors are written": Mistake(
+        lambda device: _switched(device.start_exchanges_at_once), _training
+    ),
+    "memory is given back under a gather": Mistake(lambda device: _released_under_a_gather(), _dropping, ("late",)),
+    "a background save reads before its copies are there": Mistake(lambda device: _saved_early(), _saving),
+    "what is read for a rank alone does not wait for the step": Mistake(
+        lambda device: _answered_early(), _reading_alone
+    ),
+    "memory that another stream uses is not recorded": Mistake(
+        lambda device: patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None), _lending
+    ),
+}
+
+
+def is_seen(mistake: Mistake, device: torch.device, built: Any) -> bool:
+    """Whether a run with the mistake comes out otherwise on any rank."""
+    right, before = mistake.run(device), built.counts().get("failures", 0)
+    assert right.isfinite().all(), right
+    built.forgive_failures(True)
+    try:
+        with mistake.make(built):
+            try:
+                found = mistake.run(device)
+            except (zero.ZeroError, AssertionError):
+                found = None
+            built.synchronize()
+    finally:
+        built.forgive_failures(False)
+    has_failed = built.counts().get("failures", 0) > before
+    differs = torch.tensor([found is None or has_failed or not torch.equal(right, found)], dtype=torch.int32)
+    dist.all_reduce(differs)
+    return bool(differs)
