@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -101,7 +101,7 @@ def check_quantised(model: nn.Module, world: World) -> None:
 
 
 def refuse_whole_for_a_while(model: nn.Module) -> None:
-    """Raise a `UsageError` where modules hold whole tensors for a while: partitioned as new ones, they would be nobody's.
+    """Raise a `UsageError` where modules hold what is no parameter: partitioned as new ones, whole tensors would be nobody's.
 
     Optimizers hold the parameters that those stand for.
     """
@@ -110,6 +110,14 @@ def refuse_whole_for_a_while(model: nn.Module) -> None:
             raise UsageError(
                 f"{found.names[0]!r} is whole for a while, inside `GatheredParameters`, where {type(model).__name__} cannot be "
                 "partitioned: call shard_model, and run the first forward, outside; or gather all of its parameters"
+            )
+        if type(found.param) is Tensor:  # what the engine puts there has another type
+            name = found.names[0].rpartition(".")[-1]
+            raise UsageError(
+                f"{found.names[0]!r} of {type(model).__name__} is no parameter, but a tensor that was computed and put into "
+                f"`module._parameters`: there are only parameters in a partitioned model. Assign it as an attribute (`del "
+                f"module._parameters[{name!r}]` once, before shard_model; then `module.{name} = computed` in each forward), or "
+                "use torch.nn.utils.parametrize"
             )
         if not isinstance(found.param, nn.Parameter):
             raise UsageError(

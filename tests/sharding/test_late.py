@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BertModel
 
 import hf_zero as zero
-from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, batch, square_loss, whole
+from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, batch, square_loss, whole
 from tests.models import CASES, make_model, train
 from tests.ranks import on_ranks
 
@@ -247,3 +247,35 @@ def test_block_compiled_as_one_graph_is_told_what_to_compile() -> None:
     for block in model.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend="eager")
     torch.testing.assert_close(model(batch(0, 0)), reference(batch(0, 0)))
+
+
+class _Dropped(nn.Module):
+    """Computes a weight of its part in each forward, as weight dropout does."""
+
+    def __init__(self, is_attribute: bool) -> None:
+        super().__init__()
+        self.raw, self.part, self.head = nn.Parameter(torch.randn(4, 3)), nn.Linear(3, 4), nn.Linear(4, 3)
+        self.part._parameters["weight"] = None
+        self.is_attribute = is_attribute
+        if is_attribute:
+            del self.part._parameters["weight"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        computed = self.raw * torch.tensor([1.0, 0.0, 2.0])
+        if self.is_attribute:
+            self.part.weight = computed
+        else:
+            self.part._parameters["weight"] = computed
+        return self.head(self.part(x))
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_computed_tensor_among_parameters_is_named_and_works_as_an_attribute(stage: int) -> None:
+    model = _Dropped(is_attribute=False)
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    square_loss(model, batch(0, 0)).backward()
+    told = r"'part\.weight' of _Dropped .*was computed.*del module\._parameters\['weight'\]"
+    with pytest.raises(zero.UsageError, match=told):
+        model(batch(0, 0))
+    twins = Twins(stage, lambda: _Dropped(is_attribute=True))
+    twins.step(3)
