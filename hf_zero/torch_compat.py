@@ -131,6 +131,21 @@ def let_compiled_code_take(*kinds: type[Tensor]) -> None:
     runtime_wrappers.HANDLED_TYPES = (*known, *(kind for kind in kinds if kind not in known))
 
 
+def outside_compiled_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, where `torch.compile` looks away, if it has been imported: it would be."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def let_compilers_pass_by(*kinds: type[Tensor]) -> None:
+    """Let `torch.compile` run what takes tensors of these types as it is written: it would take them for `DTensor`s."""
+    importlib.import_module("torch._dynamo").config.nontraceable_tensor_subclasses.update(kinds)
+
+
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:
     """Let the rows of `parameter` live in the memory of `local` (same shape and dtype)."""
     if isinstance(parameter, DTensor):

@@ -74,6 +74,12 @@ QUANTISED = [
 ]
 TORCH = [
     Seam(
+        importlib.import_module("torch._dynamo.variables.builder").VariableBuilder,
+        "_wrap",
+        "type(value) not in config.nontraceable_tensor_subclasses",
+        "let_compilers_pass_by",
+    ),
+    Seam(
         importlib.import_module("torch._dynamo.decorators"),
         "mark_static_address",
         "t._dynamo_static_input_type",

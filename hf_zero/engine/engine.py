@@ -22,7 +22,7 @@ from hf_zero.engine.modules.inputs import CastInputs
 from hf_zero.engine.modules.state_dict import CutStateDict
 from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
-from hf_zero.engine.parameters.partitioned_tensor import forget_owner, set_owner
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, forget_owner, set_owner
 from hf_zero.engine.parameters.quantised import as_shown, is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, gathered
 from hf_zero.engine.parameters.tensor_axis import Seen
@@ -140,6 +140,7 @@ class ZeroEngine:
 
     def _build_units(self, model: nn.Module) -> None:
         torch_compat.let_compiled_code_take(Whole, SharedWhole)
+        torch_compat.let_compilers_pass_by(PartitionedTensor)
         by_entry: dict[int, tuple[nn.Module, list[Unit]]] = {}
         for index, part in enumerate(group(model, self.world.config.units)):
             members = [self._by_param[id(found.param)] for found in part.params]

@@ -241,7 +241,7 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """See [Note: the rule for tensors at rest]."""
-        return run(func, args, kwargs or {})
+        return torch_compat.outside_compiled_graphs(run)(func, args, kwargs or {})
 
     @property
     def param(self) -> PartitionedTensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hf_zero import torch_compat
 from hf_zero.engine.parameters.rule import AtRest, Root, gather, run
 from hf_zero.errors import UsageError
 
@@ -114,7 +115,7 @@ class View(Readable, Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """See [Note: the rule for tensors at rest]."""
-        return run(func, args, kwargs or {})
+        return torch_compat.outside_compiled_graphs(run)(func, args, kwargs or {})
 
 
 def views(root: Root, steps: tuple[Step, ...], func: Any, args: Any, kwargs: Any) -> Any:

@@ -15,14 +15,13 @@ for it. (Were they looked up there, by `__getattr__`, code under `torch.compile`
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero import torch_compat
 from hf_zero.errors import UsageError
 
 _data: Any = torch._C.TensorBase.data
@@ -50,10 +49,10 @@ class Shares:
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _outside_compiled_graphs(_set)(self, name, value)
+        torch_compat.outside_compiled_graphs(_set)(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        _outside_compiled_graphs(_delete)(self, name)
+        torch_compat.outside_compiled_graphs(_delete)(self, name)
 
 
 def _set(tensor: Shares, name: str, value: Any) -> None:
@@ -69,16 +68,6 @@ def _delete(tensor: Shares, name: str) -> None:
     if is_shared:
         for each in tensor.everywhere():
             vars(each).pop(name, None)
-
-
-def _outside_compiled_graphs(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, where `torch.compile` looks away, if it runs: it would be imported."""
-    return _disabled(function) if "torch._dynamo" in sys.modules else function
-
-
-@functools.cache
-def _disabled(function: Callable[..., None]) -> Callable[..., None]:
-    return cast(Callable[..., None], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Record(Protocol):
