@@ -9,7 +9,7 @@ each of them is about are whole while it runs, with what rank 0 makes of them on
 - `TrainableTokensLayer.update_layer`, `PromptEmbedding` and `CPTEmbedding`: the embedding that they begin with.
 - `onload_layer`, which PEFT puts around each layer that it merges, unmerges or unloads: that layer.
 - `LoraModel.add_weighted_adapter` and that of IA3: the adapters, which are combined.
-- `AdaLoraModel.update_and_allocate`: the adapters and their gradients, of which it ranks the parts.
+- `AdaLoraModel.update_and_allocate`: the adapters, of which it ranks the parts.
 - `ParamWrapper._activate_lora` (`target_parameters`, for stacked experts): PEFT makes a parametrization of the parameter for
   the length of a call, which takes it away from its module; where modules see a gathered tensor, it is its sum with the
   adapter that they see.
@@ -35,9 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.changes import Changes
-from hf_zero.engine.gathered_parameters import GatheredParameters, gather_whole
-from hf_zero.engine.parameters.records import at_rest
-from hf_zero.engine.ranks.world import world_that_cut
+from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.sharding.active import is_constructing
 from hf_zero.sharding.late import run_instead
 
@@ -146,10 +144,6 @@ def _combine(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 def _allocate(original: Callable[..., None], self: Any, global_step: int) -> None:
     with _whole(_adapters_of(self), None):  # every rank computes the same
-        for whole in self.parameters():
-            rows = at_rest(whole)
-            if isinstance(rows, DTensor) and rows.grad is not None:
-                whole.grad = gather_whole(rows.grad, world_that_cut(rows))
         original(self, global_step)
 
 
