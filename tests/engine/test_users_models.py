@@ -400,3 +400,36 @@ def test_attributes_of_parameters_are_seen_inside_a_forward_and_kept_after_it(st
         each(x).sum().backward()
         assert each[0].weight.calls == 2
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), reference[0].weight.grad)
+
+
+class _Tying(Net):
+    """Ties weights of two blocks in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks[0].up, self.blocks[1].up
+        if self.way == "assigned":
+            second.weight = first.weight
+        elif self.way == "registered":
+            second.register_parameter("weight", first.weight)
+        elif self.way == "put":
+            second._parameters["weight"] = first.weight
+        return super().forward(x)
+
+
+@on_ranks(2, stage=SHARDED, collectives=EXCHANGES)
+def test_ties_made_in_a_forward_are_told_where_to_be_made(stage: int, collectives: str) -> None:
+    twins = Twins(stage, _Tying, collectives=collectives, timeout_s=20)
+    twins.step()
+    for way in ("assigned", "registered"):
+        twins.model.way = way
+        with pytest.raises(zero.UsageError, match="tie weights before shard_model, or between forwards"):
+            twins.model(batch(0, 0))
+    twins.model.way = ""
+    twins.step(2)
+    for model in (twins.model, twins.reference):
+        model.way = "put"
+    twins.step(2)

@@ -23,7 +23,9 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
+from hf_zero.engine.units.under_way import assigned_to_module
 from hf_zero.engine.units.unit import Unit
+from hf_zero.errors import UsageError
 
 _PUT_BY_ENGINE = (Tensor, Whole, SharedWhole, DTensor, type(None))  # for a call
 
@@ -74,6 +76,16 @@ class ReadableParameters(dict[str, Any]):
         """What was read may be put back: `functional_call` of a block does so. The parameter itself is then held again."""
         reader = self._reader() if type(tensor) in _PUT_BY_ENGINE else None
         super().__setitem__(name, tensor if reader is None else reader.read_from(tensor))
+
+    def __contains__(self, name: object) -> bool:
+        """Modules ask so before they assign: torch would say that a whole tensor is no parameter."""
+        if isinstance(assigned_to_module(), Whole):
+            raise UsageError(
+                f"a forward assigns another module's whole weight to {name!r}, which would tie them for the length of a call: tie "
+                "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
+                "only, call torch.nn.functional with it"
+            )
+        return super().__contains__(name)
 
     def items(self) -> Any:
         """What is held at rest, also after a forward that Ctrl-C has ended."""

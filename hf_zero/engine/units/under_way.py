@@ -50,6 +50,16 @@ def is_peeked_at() -> bool:
     return asked is not None and asked.f_back is not None and asked.f_back.f_code is _PEEKS
 
 
+_ASSIGN = {nn.Module.__setattr__.__code__: "value", nn.Module.register_parameter.__code__: "param"}
+
+
+def assigned_to_module() -> object:
+    """What `module.name = ...` or `module.register_parameter(name, ...)`, which looks up its parameters now, assigns."""
+    frame = sys._getframe(2)
+    name = _ASSIGN.get(frame.f_code)
+    return None if name is None else frame.f_locals.get(name)
+
+
 def is_function_running(name: str) -> bool:
     """Whether a function of that name is under way on this thread."""
     return any(frame.f_code.co_name == name for frame in _frames(None))
