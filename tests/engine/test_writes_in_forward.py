@@ -249,3 +249,34 @@ def test_weights_are_copied_and_pickled_inside_a_forward_as_plain_tensors(stage:
     with torch.no_grad():
         model(draw(0, 0))
     assert all(type(each) is Tensor and torch.equal(each, before) for each in kept)
+
+
+class Edited(nn.Module):
+    """Writes through views of the weight of a part that it does not call before it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.part.weight
+        with torch.no_grad():
+            weight[0].mul_(0.5)
+            weight.view(-1)[3:5] = 0.25
+            weight.t().add_(0.125)
+            weight.detach().mul_(0.5)
+        return self.part(x) + weight.sum()
+
+
+@on_ranks(2, stage=SHARDED, prefetch_bytes=[0, 2**20])
+def test_views_of_another_modules_weight_are_written(stage: int, prefetch_bytes: int) -> None:
+    pair = Pair(Edited, stage=stage, collectives="pairwise", prefetch_bytes=prefetch_bytes)
+    pair.step(3)
+    pair.evaluate()
+
+
+@on_ranks(2, stage=SHARDED)
+def test_views_of_another_modules_shared_weight_are_told_how_to_write(stage: int) -> None:
+    pair = Pair(Edited, stage=stage, collectives="host")
+    with pytest.raises(zero.UsageError, match="write under `torch.no_grad"):
+        pair.model(draw(0, 0))

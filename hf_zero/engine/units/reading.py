@@ -81,7 +81,7 @@ class ReadableParameters(dict[str, Any]):
         """Modules ask so before they assign: torch would say that a whole tensor is no parameter."""
         if isinstance(assigned_to_module(), Whole):
             raise UsageError(
-                f"a forward assigns another module's whole weight to {name!r}, which would tie them for the length of a call: tie "
+                f"a forward assigns another module's whole weight to {name!r}, which would tie them for a call only: tie "
                 "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
                 "only, call torch.nn.functional with it"
             )
@@ -138,10 +138,10 @@ class _Read(torch.autograd.Function):
     """Puts a whole tensor into the graph; its backward hands its gradient to the engine."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, receiver: Receiver, whole: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, receiver: Receiver, whole: list[Tensor]) -> Tensor:
         ctx.read, ctx.receiver = read, receiver
         ctx.set_materialize_grads(False)
-        return whole.view_as(whole)
+        return whole[0].data  # no view of an input, of which autograd would let nobody write into views
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
@@ -152,10 +152,8 @@ class _Read(torch.autograd.Function):
 
 def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
     """`whole` (of no other use) with the gradient function of a read."""
-    with torch.no_grad():
-        detached = whole.detach()
     leaf = connected(read.parameter)
-    result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, detached)  # type: ignore[no-untyped-call]
+    result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, [whole])  # type: ignore[no-untyped-call]
     return result
 
 
