@@ -24,6 +24,7 @@ from hf_zero.engine.units.call import Call, Entry
 from hf_zero.engine.units.reading import connected, replace_tensors, tensors_in
 from hf_zero.engine.units.saved import SavedWeights
 from hf_zero.engine.units.under_way import calls_of, has_raised
+from hf_zero.engine.units.writes import check_numpy
 from hf_zero.errors import UsageError
 
 _OWN_REFERENCES = 1  # to a whole tensor, after its call: that of the list
@@ -125,6 +126,8 @@ class ModuleHooks:
             return None
         call, tensors = top
         written = call.end_forward()
+        if not has_raised(output):
+            check_numpy(call.units, written)
         backward.gathering.keep_written(written, has_raised(output))
         del written  # holds memory
         found = list(tensors_in(output))

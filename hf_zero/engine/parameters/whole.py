@@ -6,7 +6,8 @@ its writes: torch's version counter counts those on it and on its views, and one
 counts apart. As soon as modules see the rows again, each rank keeps its own rows of what was written, where all ranks have
 written the same. Where they have not (statistics of a rank's own batch), no rank has the whole truth: that is an error.
 In memory that a host's ranks share, all of them would write at once, and into what others still read. There a tensor moves into
-memory of its own before the first write.
+memory of its own before the first write. So does one that NumPy is given, which would keep memory that is to be released, and
+writes uncounted: its values are compared instead.
 
 [Note: attributes of users] Users set attributes on parameters (`weight.mask = ...`), and find them wherever they read
 `module.weight`. What stands for a parameter is made with them; who sets one, sets it on the parameter and on all that stands
@@ -26,6 +27,7 @@ from hf_zero.errors import UsageError
 
 _data: Any = torch._C.TensorBase.data
 STANDS_FOR = "_zero_stands_for"
+_BEFORE_NUMPY = "_zero_before_numpy"
 _COUNTER, _MOVED, _RECORD = "_zero_counter", "_zero_moved", "_zero_record"
 
 
@@ -114,6 +116,20 @@ class Whole(Shares, Tensor):
     def before_write(self) -> None:
         """Somebody may be about to write."""
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, in memory of their own; what is written into them until the forward of the module ends stays."""
+        if _BEFORE_NUMPY not in vars(self):
+            self.move()
+            vars(self)[_BEFORE_NUMPY] = _data.__get__(self).clone()
+        return Tensor.numpy(self, force=force)
+
+    def move(self) -> None:
+        """Move into memory of its own, if it has not yet."""
+        if _MOVED not in vars(self):
+            vars(self)[_MOVED] = num_writes(self)
+            with torch.inference_mode(False), torch.no_grad():
+                _data.__set__(self, _data.__get__(self).clone())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = new = self.detach().clone().requires_grad_(self.requires_grad)
         return new
@@ -127,10 +143,7 @@ class SharedWhole(Whole):
 
     def before_write(self) -> None:
         """Move into memory of its own."""
-        if _MOVED not in vars(self):
-            vars(self)[_MOVED] = num_writes(self)
-            with torch.inference_mode(False), torch.no_grad():
-                _data.__set__(self, _data.__get__(self).clone())
+        self.move()
 
 
 def _writing(name: str) -> Callable[..., Any]:
@@ -165,7 +178,9 @@ def num_writes(tensor: Tensor) -> int:
     except RuntimeError:  # made under inference mode, as over a tensor axis: torch does not count
         return 0
     counter: Tensor | None = vars(tensor).get(_COUNTER)
-    return count if counter is None else count + counter._version
+    before: Tensor | None = vars(tensor).get(_BEFORE_NUMPY)
+    by_numpy = before is not None and not torch.equal(before, tensor.detach())
+    return count + by_numpy + (0 if counter is None else counter._version)
 
 
 def is_safe_to_keep(tensor: Tensor) -> bool:
@@ -177,6 +192,7 @@ def retire(tensor: Tensor, param: Tensor) -> None:
     """`tensor` stands for `param` no longer: let go of the memory that counts writes through `.data`."""
     if isinstance(tensor, Shares):
         vars(tensor).pop(_COUNTER, None)
+        vars(tensor).pop(_BEFORE_NUMPY, None)
     else:
         vars(param).update(attributes_of_users(tensor))
 

@@ -138,7 +138,9 @@ class _Read(torch.autograd.Function):
     """Puts a whole tensor into the graph; its backward hands its gradient to the engine."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, receiver: Receiver, whole: list[Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, receiver: Receiver, whole: list[Tensor]
+    ) -> Tensor:
         ctx.read, ctx.receiver = read, receiver
         ctx.set_materialize_grads(False)
         return whole[0].data  # no view of an input, of which autograd would let nobody write into views

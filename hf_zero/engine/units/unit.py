@@ -162,6 +162,17 @@ class Unit:
         """Whether the host's ranks read the same memory."""
         return self.tenure is Tenure.SHARED
 
+    @property
+    def is_in_numpy(self) -> bool:
+        """Whether NumPy has been given the memory, which nobody can resize then, and may write into it uncounted."""
+        return not self.is_shared and not self._storage.resizable()
+
+    def differs_from_rows(self, p: ZeroParameter) -> bool:
+        """Whether this rank's rows of a whole are not those at rest, as where NumPy has written; `p` has not been edited."""
+        slot = self._slots.get(p)
+        is_exact = slot is not None and self.has_exact_wholes
+        return slot is not None and is_exact and not torch.equal(slot.own, as_dtype(p.local, p.compute_dtype))
+
     def pin(self) -> None:
         """Somebody has kept a view of the memory: it stays for good, if it would not anyway."""
         if self.is_releasable:
@@ -312,6 +323,8 @@ class Unit:
         # A transport that still writes would write into somebody else's memory. On a GPU the compute stream waits, on which
         # the allocator hands the memory out again: so what was queued there before has read it by then.
         self.settle()
+        if self.is_in_numpy:
+            self.pin()
         if self.tenure is Tenure.RESIZED:
             self._memory.give_back(self._storage)
         self._become(Residency.RELEASED)

@@ -37,6 +37,19 @@ def check_written(written: Sequence[Written]) -> None:
             )
 
 
+def check_numpy(units: Sequence[Unit], written: Sequence[Written]) -> None:
+    """Raise if NumPy has written into a unit's memory: nobody has counted that, so the other ranks may not know."""
+    known = {each.parameter for each in written}
+    for unit in units:
+        for p in unit.parameters if unit.is_in_numpy else ():
+            if p not in known and unit.differs_from_rows(p):
+                raise UsageError(
+                    f"parameter {p.name!r} was changed in its module's forward through an array of NumPy that shares its "
+                    "memory: under `torch.no_grad()` take `weight.numpy()`, of the parameter itself; or write into a copy, and "
+                    "that back (`weight.copy_(torch.from_numpy(array))`)"
+                )
+
+
 def check_same_on_all_ranks(written: Sequence[Written], world: World) -> None:
     """Raise on all ranks if some have written other values."""
     if not world.partitions:
