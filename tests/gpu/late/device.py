@@ -1,4 +1,7 @@
-"""The device "sim" in Python: built with the machine's compiler, and known to torch as an accelerator."""
+"""The device "sim" in Python: built with the machine's compiler, and known to torch as an accelerator.
+
+`python -m tests.gpu.late.device` builds it, which takes a minute of one core; once, as long as its sources stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,26 @@ from torch.utils.cpp_extension import get_default_build_root, load
 _HERE = Path(__file__).parent
 
 
+def _name_and_folder() -> tuple[str, Path]:
+    """Of what its sources are built into, under a name of their own for each content of theirs."""
+    content = b"".join(each.read_bytes() for each in sorted(_HERE.glob("*.[ch]*")))
+    name = f"hf_zero_late_{hashlib.sha256(content + torch.__version__.encode()).hexdigest()[:12]}"
+    return name, Path(get_default_build_root(), name)
+
+
+def is_built() -> bool:
+    """Whether somebody has built it on this machine as it is now."""
+    name, folder = _name_and_folder()
+    return (folder / f"{name}.so").exists()
+
+
 def build() -> Any:
     """The device's library, built where it is not yet.
 
     Torch's own lock is a file, which a build that was killed leaves behind, and all later ones would wait for ever.
     """
     sources = sorted(_HERE.glob("*.cpp"))
-    content = b"".join(each.read_bytes() for each in sorted(_HERE.glob("*.[ch]*")))
-    name = f"hf_zero_late_{hashlib.sha256(content + torch.__version__.encode()).hexdigest()[:12]}"
-    folder = Path(get_default_build_root(), name)
+    name, folder = _name_and_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "builder").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -73,3 +87,7 @@ def _index(device: Any) -> int:
         return device
     index = None if device is None else torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
+
+
+if __name__ == "__main__":
+    build()
