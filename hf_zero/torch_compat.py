@@ -243,18 +243,26 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
-def sequence_number(group: dist.ProcessGroup) -> int:
-    """How many exchanges this process has begun in a group, as torch counts them: alike on all of its ranks.
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """How many seconds the program lets exchanges of a group take; 0 where no backend of it tells."""
+    longest = 0.0
+    for backend in _backends(group):
+        with contextlib.suppress(AttributeError, RuntimeError):  # not of torch's own
+            longest = max(longest, backend.options._timeout.total_seconds())
+    return longest
 
-    Each backend counts by itself, and those of other libraries may not count at all: the group asks only the one that it has
-    as a default, and raises where that does not count.
-    """
-    own = cast(Any, group)
+
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """How many exchanges this process has begun in a group, as torch counts them: alike on all of its ranks."""
     found = 0
-    for backend in {id(each): each for each in map(own._get_backend, own._device_types)}.values():
-        with contextlib.suppress(RuntimeError):
+    for backend in _backends(group):
+        with contextlib.suppress(RuntimeError):  # not of torch's own, and does not count
             found += int(backend._get_sequence_number_for_group())
     return found
+
+
+def _backends(group: Any) -> list[Any]:
+    return list({id(each): each for each in map(group._get_backend, group._device_types)}.values())
 
 
 def num_groups_begun() -> int:

@@ -448,6 +448,7 @@ def tensor_axis_seams() -> list[Seam]:
             Trainer, "_load_rng_state", "rng_state_{process_index}.pth", "one random state for ranks that share layers"
         ),
         Seam(torch.distributed.distributed_c10d, "_set_pg_timeout", "", "set_timeout"),
+        Seam(torch._C._distributed_c10d.Backend.Options, "_timeout", "", "timeout_of"),
         Seam(
             torch.distributed,
             "destroy_process_group",

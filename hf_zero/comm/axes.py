@@ -87,7 +87,7 @@ class Axes:
         tensor_size = len(replicas[0][0])
 
         def make(how: str, ranks: Sequence[int], counted: Ledger = ledger) -> Collectives:
-            made = make_collectives(how, ranks, device, config.timeout_s, counted)
+            made = make_collectives(how, ranks, device, config.limit_s, counted)
             made.staging_bytes = config.bucket_bytes
             return made
 
@@ -115,7 +115,7 @@ class Axes:
         own_row = next(row for row in replicas if any(everyone.ranks[everyone.rank] in cell for cell in row))
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
-            grid = _grid(mesh, replicas, device, config.timeout_s)
+            grid = _grid(mesh, replicas, device, config.limit_s)
         hosts = [number for (number,) in everyone.agree([host_number()], "the number of hosts")]
         is_first = hosts.index(hosts[everyone.rank]) == everyone.rank
         return cls(cut, same_rows, data, tensor, holders, everyone, nearby, grid, cells, len(set(hosts)), is_first)

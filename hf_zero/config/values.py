@@ -93,6 +93,11 @@ def seconds(key: str, value: object) -> float:
     return float(number)
 
 
+def seconds_or_auto(key: str, value: object) -> float | str:
+    """A time above 0, or "auto"."""
+    return "auto" if value == "auto" else seconds(key, value)
+
+
 def boolean(key: str, value: object) -> bool:
     """True or False, and nothing that is merely truthy or falsy."""
     if not isinstance(value, bool):

@@ -40,6 +40,7 @@ __all__ = [
 
 COLLECTIVES_VARIABLE = "HF_ZERO_COLLECTIVES"
 """Environment variable: what `collectives: auto` stands for, instead of its rule."""
+_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ class ZeroConfig:
         collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
             ranks swaps what the other needs), "host" (ranks of one host share memory; CPU only). "auto" takes "host" where
             all ranks can share memory, else "pairwise" on gloo, and "native" on a device.
-        timeout_s: seconds after which one exchange counts as failed.
+        timeout_s: seconds after which one exchange counts as failed; "auto": 120, or as long as the program lets its own take
+            (`init_process_group(timeout=...)`, the Trainer's `ddp_timeout`), if that is longer.
         reduce_scatter: how each rank gets the sum of its own rows of a gradient. True reduce-scatters, False all-reduces
             whole gradients and keeps the rank's rows, "to_owner" reduces each rank's rows to it, with one reduce per rank.
         reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
@@ -111,7 +113,7 @@ class ZeroConfig:
     gradient_reduction: Literal["mean", "sum"] = "mean"
     broadcast_buffers: bool = True
     collectives: Literal["auto", "native", "pairwise", "host"] = "auto"
-    timeout_s: float = 120.0
+    timeout_s: float | Literal["auto"] = "auto"
     reduce_scatter: bool | Literal["to_owner"] = True
     reshard_after_forward: bool = True
     gather_for_generation: bool | int | Literal["auto"] = "auto"
@@ -191,6 +193,11 @@ class ZeroConfig:
     def policy(self) -> StagePolicy:
         """What the stage means, for code that must not ask for its number."""
         return POLICIES[self.stage]
+
+    @property
+    def limit_s(self) -> float:
+        """`timeout_s` as a number; of "auto", what counts where no program has asked for more."""
+        return _TIMEOUT_S if self.timeout_s == "auto" else self.timeout_s
 
     @property
     def exchange(self) -> str:
@@ -321,7 +328,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "gradient_reduction": partial(values.word, words=("mean", "sum")),
     "broadcast_buffers": values.boolean,
     "collectives": values.collectives,
-    "timeout_s": values.seconds,
+    "timeout_s": values.seconds_or_auto,
     "reduce_scatter": values.reduce_scatter,
     "reshard_after_forward": values.boolean,
     "gather_for_generation": values.boolean_or_bytes,

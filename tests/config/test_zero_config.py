@@ -88,7 +88,7 @@ def test_to_dict_round_trips_through_dict_json_yaml_and_pickle(config: ZeroConfi
 def test_defaults_are_stage_three_with_float32_masters() -> None:
     config = ZeroConfig()
     assert (config.stage, config.master_dtype, config.reduce_dtype) == (3, "float32", "float32")
-    assert (config.prefetch_bytes, config.bucket_bytes, config.timeout_s) == (64 * MIB, 64 * MIB, 120.0)
+    assert (config.prefetch_bytes, config.bucket_bytes, config.timeout_s) == (64 * MIB, 64 * MIB, "auto")
     assert config.units == UnitGrouping() and config.expected_world_size is None
 
 

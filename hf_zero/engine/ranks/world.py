@@ -87,6 +87,8 @@ class World(Axes):
                 f"this is one of {launched} launched processes, but there is no process group yet: make the "
                 "TrainingArguments or the Accelerator first, or call torch.distributed.init_process_group()"
             )
+        if group is not None and config.timeout_s == "auto":
+            config = dataclasses.replace(config, timeout_s=max(config.limit_s, torch_compat.timeout_of(group)))
         ledger, number = Ledger(), next(_numbers)
         axes = Axes.connect(config, device, mesh, ledger)
         precision = Precision.from_config(config)
@@ -109,7 +111,7 @@ class World(Axes):
         ledger = Ledger()
         return cls(
             **vars(Axes.of_one(device, ledger)),
-            serving=Serving("", None, (), config.timeout_s, device),
+            serving=Serving("", None, (), config.limit_s, device),
             config=config,
             precision=Precision.from_config(config),
             device=device,
@@ -314,7 +316,7 @@ def _serving(axes: Axes, config: ZeroConfig, device: torch.device) -> Serving:
     serves = everyone.num_ranks > 1 and axes.tensor.num_ranks == 1 and config.policy.shards_optimizer
     peers = Peers.connect(everyone, axes.num_hosts == 1) if serves else None
     name = "" if peers is None else everyone.counts.group
-    return Serving(name, peers, axes.shards.ranks, config.timeout_s, device)
+    return Serving(name, peers, axes.shards.ranks, config.limit_s, device)
 
 
 def world_of(param: DTensor) -> World | None:
