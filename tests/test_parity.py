@@ -601,7 +601,8 @@ def gradients_for_unused() -> Iterator[None]:
     original = reduction.Reducer._agree
 
     def agree(self: Any, *args: Any) -> Any:
-        return [replace(report, used=-1) for report in original(self, *args)]
+        reports = original(self, *args)
+        return replace(reports, highest=replace(reports.highest, used=-1))
 
     with mock.patch.object(reduction.Reducer, "_agree", agree):
         yield

@@ -31,6 +31,21 @@ _TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all", "mail")
 _ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
+@dataclass(frozen=True)
+class Combined:
+    """What several ranks say, number by number.
+
+    Attributes:
+        lowest: of each number.
+        highest: of each number.
+        any_bits: of each number, the bits that any rank has set.
+    """
+
+    lowest: list[int]
+    highest: list[int]
+    any_bits: list[int]
+
+
 def messages_of(num_ranks: int, num_values: int) -> int:
     """How many messages a rank sends for an agreement on so many values."""
     each = num_ranks - 1 if num_ranks <= _FEW_RANKS else (num_ranks - 1).bit_length()
@@ -79,15 +94,25 @@ class Agreements:
         Raises:
             CollectiveError: a rank did not arrive in time, or arrived with another label or number of values.
         """
+        return self._with_label(values, label, timeout_s, self._swap)
+
+    def combine(self, values: Sequence[int], label: str) -> Combined:
+        """As `agree`, where it does not matter which rank says what: among many ranks, no rank hears of each of them."""
+        return Combined(*self._with_label(values, label, None, self._swap_combined))
+
+    def _with_label(
+        self, values: Sequence[int], label: str, timeout_s: float | None, swap: Callable[[Tensor, str, float], Tensor]
+    ) -> list[list[int]]:
+        """Rows of values, which `swap` makes of a message; the first has the label beside them, so that it can be checked."""
         limit = timeout_s or self.timeout_s
         own = _numbers([zlib.crc32(label.encode()), len(values), *values[:_WITH_LABEL]])
         head = torch.cat([own, own.new_zeros(2 + _WITH_LABEL - len(own))])
-        heads = self._swap(head, label, limit)
-        if not torch.equal(heads[:, :2], own[:2].expand(self.num_ranks, 2)):
+        heads = swap(head, label, limit)
+        if not torch.equal(heads[:, :2], own[:2].expand(len(heads), 2)):
             self._refuse_another(label, len(values), limit)
         rows: list[list[int]] = heads[:, 2 : 2 + len(values)].tolist()
         if len(values) > _WITH_LABEL:
-            rest = self._swap(_numbers(list(values[_WITH_LABEL:])), label, self.timeout_s)
+            rest = swap(_numbers(list(values[_WITH_LABEL:])), label, self.timeout_s)
             rows = [first + more for first, more in zip(rows, rest.tolist(), strict=True)]
         return rows
 
@@ -110,7 +135,7 @@ class Agreements:
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Wait until every rank has made the same call; the error names a rank that did not."""
-        self.agree((), label, timeout_s)
+        self._with_label((), label, timeout_s, self._swap_combined)
 
     def mail(self, kind: str, unit: str, timeout_s: float | None = None) -> Mail:
         """Messages of bytes in the host's memory, at most one from each rank to each other; called by all ranks together.
@@ -129,32 +154,67 @@ class Agreements:
         Few ranks send theirs to all others at once. Many pass on what they have heard, twice as much each time, so that
         each one sends ceil(log2(ranks)) messages (dissemination, as in Bruck et al., doi:10.1109/71.642949).
         """
+        rows = message.repeat(self.num_ranks, 1)  # of this rank and those to its right
+        if self.num_ranks > _FEW_RANKS:
+
+            def rest(known: int) -> Tensor:
+                return rows[known : min(2 * known, self.num_ranks)]
+
+            self._disseminate(lambda known: rows[: len(rest(known))], rest, lambda known: None, label, timeout_s)
+            return rows.roll(self.rank, 0)
         self.ledger.add("agree", label, message.nbytes * (self.num_ranks - 1))
         description = self._describe("agreement", label)
         (tag,) = self._tags("agreement", "", 1)
-        if self.num_ranks > _FEW_RANKS:
-            return self._disseminate(message, description, tag, timeout_s)
-        rows = message.repeat(self.num_ranks, 1)
         group = self.axis.control_group
         parts = [self._receive(description, rows[peer], peer, tag, group) for peer in self._peers()]
         parts += [self._send(description, message, peer, tag, group) for peer in self._peers()]
         self._exchange(description, parts, timeout_s=timeout_s).wait()
         return rows
 
-    def _disseminate(self, message: Tensor, description: str, tag: int, timeout_s: float) -> Tensor:
-        rows = message.repeat(self.num_ranks, 1)  # of this rank and those to its right
+    def _swap_combined(self, message: Tensor, label: str, timeout_s: float) -> Tensor:
+        """The lowest and the highest of all ranks' numbers, and their bits together: [3, n].
+
+        None of the three minds what it is told twice, so many ranks pass on three numbers for each, however many they are.
+        """
+        if self.num_ranks <= _FEW_RANKS:
+            return _combined(self._swap(message, label, timeout_s))
+        known, arriving = message.repeat(3, 1), message.repeat(3, 1)
+
+        def add(_: int) -> None:
+            torch.minimum(known[0], arriving[0], out=known[0])
+            torch.maximum(known[1], arriving[1], out=known[1])
+            torch.bitwise_or(known[2], arriving[2], out=known[2])
+
+        self._disseminate(lambda _: known, lambda _: arriving, add, label, timeout_s)
+        return known
+
+    def _disseminate(
+        self,
+        given: Callable[[int], Tensor],
+        room: Callable[[int], Tensor],
+        add: Callable[[int], None],
+        label: str,
+        timeout_s: float,
+    ) -> None:
+        """Pass on what is known of so many ranks, this one and those to its right, and hear of as many more, until of all."""
+        entry = self.ledger.add("agree", label, 0)
+        description = self._describe("agreement", label)
+        (tag,) = self._tags("agreement", "", 1)
         group, known, peer = self.axis.control_group, 1, self.rank
         deadline = time.monotonic() + timeout_s
         try:
             while known < self.num_ranks:
-                count, peer = min(known, self.num_ranks - known), (self.rank + known) % self.num_ranks
+                peer = (self.rank + known) % self.num_ranks
+                arriving = room(known)
                 parts = [
-                    self._receive(description, rows[known : known + count], peer, tag, group),
-                    self._send(description, rows[:count], (self.rank - known) % self.num_ranks, tag, group),
+                    self._receive(description, arriving, peer, tag, group),
+                    self._send(description, given(known), (self.rank - known) % self.num_ranks, tag, group),
                 ]
                 remaining_s = max(deadline - time.monotonic(), 1e-3)
                 self._exchange(description, parts, timeout_s=remaining_s).wait()
-                known += count
+                entry.bytes += arriving.nbytes
+                add(known)
+                known *= 2
         except CollectiveError as error:
             cause, number = error.__cause__, self._tags_used["agreement"]
             assert isinstance(cause, RuntimeError)
@@ -162,7 +222,6 @@ class Agreements:
                 self.break_off()
             absent = missing(str(group.group_name), number, self.ranks, self.ranks[self.rank], self.ranks[peer])
             raise named(cause, description, absent, timeout_s) from cause
-        return rows.roll(self.rank, 0)
 
     def break_off(self) -> None:
         """Let what the ranks are waiting for fail now: gloo closes a group's connections when a wait in it takes too long."""
@@ -235,6 +294,13 @@ class Agreements:
             return Work((group or self.group).recv([tensor], peer, tag), self.ranks[peer])
         except RuntimeError as error:
             raise named(error, description, self.ranks[peer], self.timeout_s) from error
+
+
+def _combined(rows: Tensor) -> Tensor:
+    any_bits = rows[0].clone()
+    for row in rows[1:]:
+        any_bits |= row
+    return torch.stack([rows.amin(0), rows.amax(0), any_bits])
 
 
 def _numbers(values: list[int]) -> Tensor:

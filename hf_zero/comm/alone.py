@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from hf_zero.comm.agreements import Mail
+from hf_zero.comm.agreements import Combined, Mail
 from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.ledger import Ledger, LedgerLine
@@ -57,6 +57,10 @@ class AloneCollectives(Collectives):
     def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
         """See `Collectives.agree`."""
         return [list(values)]
+
+    def combine(self, values: Sequence[int], label: str) -> Combined:
+        """See `Collectives.combine`."""
+        return Combined(list(values), list(values), list(values))
 
     def mail(self, kind: str, unit: str, timeout_s: float | None = None) -> Mail:
         """See `Collectives.mail`."""

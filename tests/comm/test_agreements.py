@@ -1,5 +1,7 @@
 """Agreements among many ranks: what they cost, and whom they name when a rank is missing."""
 
+import functools
+import operator
 import os
 import queue
 import subprocess
@@ -7,6 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import agreements
-from hf_zero.comm.agreements import Agreements
+from hf_zero.comm.agreements import Agreements, Combined
 from hf_zero.comm.beside import roll_call
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
@@ -55,7 +58,7 @@ class _Group:
         return SimpleNamespace(wait=lambda timeout: tensors[0].copy_(box.get(timeout=60)))
 
 
-def _in_threads(num_ranks: int, num_values: int) -> tuple[list[list[list[int]]], _Post]:
+def _in_threads(num_ranks: int, num_values: int, how: Callable[..., Any] = Agreements.agree) -> tuple[list[Any], _Post]:
     """What every rank hears of an agreement, and what was sent for it."""
     post, found = _Post(), {}
 
@@ -65,7 +68,7 @@ def _in_threads(num_ranks: int, num_values: int) -> tuple[list[list[list[int]]],
             ranks=tuple(range(num_ranks)), rank=rank, mesh=None, group=group, gather_group=group, control_group=group,
             device=torch.device("cpu"), timeout_s=60.0, ledger=Ledger(),
         )  # fmt: skip
-        found[rank] = Agreements(axis).agree(range(rank, rank + num_values), "numbers")
+        found[rank] = how(Agreements(axis), range(rank, rank + num_values), "numbers")
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
@@ -91,6 +94,18 @@ def test_agreement_sends_a_message_for_each_doubling_of_many_ranks(num_ranks: in
 def test_values_that_do_not_fit_beside_the_label_follow() -> None:
     heard, _ = _in_threads(11, 100)
     assert all(rows == [list(range(rank, rank + 100)) for rank in range(11)] for rows in heard)
+
+
+@pytest.mark.parametrize("num_values", [0, 12, 100])
+@pytest.mark.parametrize("num_ranks", [2, 8, 9, 13, 64, pytest.param(1024, marks=pytest.mark.slow)])
+def test_numbers_are_combined_of_all_ranks(num_ranks: int, num_values: int) -> None:
+    heard, post = _in_threads(num_ranks, num_values, Agreements.combine)
+    rows = [range(rank, rank + num_values) for rank in range(num_ranks)]
+    any_bits = [functools.reduce(operator.or_, column) for column in zip(*rows, strict=True)]
+    assert heard == [Combined(list(rows[0]), list(rows[-1]), any_bits)] * num_ranks
+    assert {len(sent) for sent in post.sent.values()} == {agreements.messages_of(num_ranks, num_values)}
+    if num_ranks > agreements._FEW_RANKS:  # three for each number, however many ranks there are
+        assert max(each for sent in post.sent.values() for each in sent) == 3 * 8 * max(32, num_values - 30)
 
 
 # --- among processes, as if four were many --------------------------------------------------------------------------

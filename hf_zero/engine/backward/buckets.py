@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.backward.votes import Report, bitmap, bits, fingerprint, named_by_any, words
+from hf_zero.engine.backward.votes import Report, Reports, bitmap, bits, fingerprint, named_by, words
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.world import World
@@ -168,14 +168,14 @@ class WholeReducer:
             has_waiting=bool(waiting),
         )
         reports = report.agree(self._world.everyone, len(self._parameters))
-        if any(report.is_torn for report in reports):
+        if reports.highest.is_torn:
             self._make_up(reports)
-        anywhere = dict.fromkeys(named_by_any(trainable, [report.used for report in reports]))
-        while len(self._under_way) < max(report.num_begun for report in reports):
+        anywhere = dict.fromkeys(named_by(reports.highest.used, trainable))
+        while len(self._under_way) < reports.highest.num_begun:
             self._reduce([_PendingGradient.of(p) for p in self._buckets[len(self._under_way)]])
         have_begun = {part.parameter for _, parts in self._under_way for part in parts}
         later: list[ZeroParameter] = []
-        if any(report.has_waiting for report in reports):
+        if reports.highest.has_waiting:
             self._unbucketed.update(self._agree_on(waiting, trainable))
             later = [p for p in self._agree_on(self._later, trainable) if p in anywhere]
         # Taken now: `_complete` gives `.grad` back what the bucket has averaged.
@@ -208,15 +208,16 @@ class WholeReducer:
                     part.parameter.param.grad = torch.full_like(part.grad, torch.nan)
         self._begin()
 
-    def _make_up(self, reports: list[_Report]) -> None:
+    def _make_up(self, reports: Reports[_Report]) -> None:
         """Take part in the exchanges of a torn backward that other ranks have begun, and drop what they give.
 
         Raises:
             CollectiveError: on all ranks, where some have begun to reduce this backward, which met the others' torn one.
         """
-        most = max(report.num_abandoned for report in reports)
-        if most and (any(report.num_begun for report in reports) or most > len(self._buckets)):
-            torn = [rank for rank, report in enumerate(reports) if report.num_abandoned]
+        most = reports.highest.num_abandoned
+        if most and (reports.highest.num_begun or most > len(self._buckets)):
+            rows = self._world.everyone.agree([len(self._abandoned)], "buckets of a torn backward")
+            torn = [rank for rank, (count,) in enumerate(rows) if count]
             raise CollectiveError(
                 f"a backward broke off on ranks {torn} while gradients were averaged, and not on all ranks, so the gradients "
                 "of different backwards have met: call `zero_grad()` on all ranks and go on with the next batch"
@@ -239,7 +240,8 @@ class WholeReducer:
     def _agree_on(self, mine: set[ZeroParameter], trainable: list[ZeroParameter]) -> list[ZeroParameter]:
         """The parameters that any rank names."""
         named = words(bitmap(trainable, mine), len(self._parameters))
-        return named_by_any(trainable, map(bits, self._world.everyone.agree(named, "gradients that wait for the end")))
+        found = self._world.everyone.combine(named, "gradients that wait for the end")
+        return named_by(bits(found.any_bits), trainable)
 
     def _expect(self, parameters: list[ZeroParameter]) -> None:
         """Next time the gradients of these are to come, in this order, the same on every rank."""

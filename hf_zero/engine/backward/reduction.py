@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.backward.votes import Report, bitmap, fingerprint, named_by_any
+from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
@@ -122,7 +122,7 @@ class Reducer:
         leftover = self._schedule.waiting.copy()
         parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
         reports = self._agree(parameters, bool(leftover))
-        has_leftover = any(report.has_leftover for report in reports)
+        has_leftover = reports.highest.has_leftover
         if has_leftover:
             self._reduce_leftover(leftover)
         while self._in_flight:
@@ -130,11 +130,11 @@ class Reducer:
         while self._between_replicas:
             self._complete_replicas()
         self.world.shards.settle()
-        for p in named_by_any(parameters, [report.used for report in reports]):
+        for p in named_by(reports.highest.used, parameters):
             self.given[p] = None
             if p in self._unused:
                 p.add_grad(self._unused[p])
-        if self.order.is_to_change(has_leftover, all(report.has_held for report in reports)):
+        if self.order.is_to_change(has_leftover, reports.lowest.has_held):
             self.order.change(self._seen_by_all(), has_leftover)
 
     def abandon(self) -> None:
@@ -227,7 +227,7 @@ class Reducer:
             else:
                 self._unused[p] = rows
 
-    def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> list[_Report]:
+    def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> Reports[_Report]:
         report = _Report(
             used=bitmap(parameters, self._used),
             num_steps=self.num_steps,
@@ -237,7 +237,7 @@ class Reducer:
             sequence_hash=self.world.shards.sequence_hash,
         )
         reports = report.agree(self.world.everyone, len(self.gradient_dtypes))
-        if len({report.sequence_hash for report in reports}) > 1:
+        if not reports.are_alike("sequence_hash"):
             raise CollectiveError(
                 "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
                 "in stage 3 every rank must call the same units in the same order"
@@ -247,9 +247,9 @@ class Reducer:
     def _reduce_leftover(self, leftover: list[int]) -> None:
         """Reduce units once more, as often as the rank that has most is waiting with them."""
         indices = sorted(self.units)
-        rows = self.world.everyone.agree([leftover.count(index) for index in indices], "units reduced again")
-        for index, *counts in zip(indices, *rows, strict=True):
-            for _ in range(max(counts)):
+        counts = self.world.everyone.combine([leftover.count(index) for index in indices], "units reduced again")
+        for index, count in zip(indices, counts.highest, strict=True):
+            for _ in range(count):
                 self._start(index)
 
     def _seen_by_all(self) -> list[list[Turn]]:

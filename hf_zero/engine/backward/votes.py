@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.engine.parameters.records import ZeroParameter
@@ -45,25 +45,47 @@ class Report:
         }
         return cls(used=bits(row[len(others) :]), **numbers)
 
-    def agree(self, ranks: Collectives, num_parameters: int) -> list[Self]:
-        """What all ranks say, in their order.
+    def agree(self, ranks: Collectives, num_parameters: int) -> Reports[Self]:
+        """What all ranks say.
 
         Raises:
             CollectiveError: they are in different steps.
             PartitionError: they train other parameters.
         """
-        reports = [self.unpack(row) for row in ranks.agree(self.pack(num_parameters), "the end of backward")]
-        counts = [report.num_steps for report in reports]
-        if len(set(counts)) > 1:
+        found = ranks.combine(self.pack(num_parameters), "the end of backward")
+        start = len(fields(self)) - 1
+        reports = Reports(*(self.unpack(row[:start] + found.any_bits[start:]) for row in (found.lowest, found.highest)))
+        if not reports.are_alike("num_steps"):
+            counts = [count for (count,) in ranks.agree([self.num_steps], "the number of steps")]
             raise CollectiveError(
                 f"the ranks have taken different numbers of optimizer steps ({counts}, by rank), so the gradients of different "
                 "steps have met: on some rank a backward reached no trainable parameter, or did not run"
             )
-        if len({report.trained for report in reports}) > 1:
+        if not reports.are_alike("trained"):
             raise PartitionError(
                 "the ranks do not train the same parameters: requires_grad must be set alike on all of them"
             )
         return reports
+
+
+R = TypeVar("R", bound=Report)
+
+
+@dataclass(frozen=True)
+class Reports(Generic[R]):
+    """What all ranks say together: its cost grows with the doublings of their number.
+
+    Attributes:
+        lowest: of each number the lowest, so that a word is true that is true on all ranks; `used` by any.
+        highest: of each number the highest, so that a word is true that is true on any rank; `used` by any.
+    """
+
+    lowest: R
+    highest: R
+
+    def are_alike(self, name: str) -> bool:
+        """Whether all ranks say the same of one field."""
+        return bool(getattr(self.lowest, name) == getattr(self.highest, name))
 
 
 def words(bitmap: int, count: int) -> list[int]:
@@ -86,9 +108,6 @@ def bitmap(parameters: Sequence[ZeroParameter], chosen: Container[ZeroParameter]
     return sum(1 << position for position, p in enumerate(parameters) if p in chosen)
 
 
-def named_by_any(parameters: Sequence[ZeroParameter], bitmaps: Iterable[int]) -> list[ZeroParameter]:
-    """Those of `parameters` whose bit any rank has set."""
-    found = 0
-    for each in bitmaps:
-        found |= each
-    return [p for position, p in enumerate(parameters) if found >> position & 1]
+def named_by(bitmap: int, parameters: Sequence[ZeroParameter]) -> list[ZeroParameter]:
+    """Those of `parameters` whose bit is set."""
+    return [p for position, p in enumerate(parameters) if bitmap >> position & 1]
