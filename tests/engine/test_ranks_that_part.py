@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -79,3 +80,22 @@ def test_a_penalty_inside_the_forward_trains_and_evaluates(stage: int, collectiv
         with mode:
             torch.testing.assert_close(*(model.eval()(batch(9, 9)) for model in (twins.model, twins.reference)))
     twins.step()
+
+
+def _alone(case: str) -> None:
+    twins = Twins(3, collectives="pairwise", timeout_s=SHORT_S)
+    twins.step()
+    if case == "forward":
+        if not dist.get_rank():
+            twins.model(batch(9, 0))
+    else:
+        twins.model(batch(9, dist.get_rank())).sum().backward()
+        if not dist.get_rank():
+            torch.nn.utils.get_total_norm([p.grad for p in twins.model.parameters()])
+    twins.step()
+
+
+@pytest.mark.parametrize("case", ["forward", "norms"])
+def test_what_only_rank_0_runs_is_an_error_on_all_ranks(case: str) -> None:
+    failures = run_ranks(_alone, 2, case, expect_failure=True)
+    assert all(isinstance(each, RankFailure) and each.type_name == "CollectiveError" for each in failures), failures
