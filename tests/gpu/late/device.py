@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import sys
 import types
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.cpp_extension import get_default_build_root, load
 
 _HERE = Path(__file__).parent
+_IS_BUILT = "is built"  # a file that says so of its folder
 
 
 def _name_and_folder() -> tuple[str, Path]:
@@ -28,12 +30,11 @@ def _name_and_folder() -> tuple[str, Path]:
 
 def is_built() -> bool:
     """Whether somebody has built it on this machine as it is now."""
-    name, folder = _name_and_folder()
-    return (folder / f"{name}.so").exists()
+    return (_name_and_folder()[1] / _IS_BUILT).exists()
 
 
 def build() -> Any:
-    """The device's library, built where it is not yet.
+    """The device's library, built where it is not yet: also by another checkout of the same sources.
 
     Torch's own lock is a file, which a build that was killed leaves behind, and all later ones would wait for ever.
     """
@@ -42,9 +43,13 @@ def build() -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "builder").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_built():
+            return ExtensionFileLoader(name, str(folder / f"{name}.so")).load_module()
         (folder / "lock").unlink(missing_ok=True)
         flags = ["-O1", "-g0", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
-        return load(name, list(map(str, sources)), extra_cflags=flags, build_directory=str(folder))
+        built = load(name, list(map(str, sources)), extra_cflags=flags, build_directory=str(folder))
+        (folder / _IS_BUILT).touch()
+        return built
 
 
 def register() -> Any:
