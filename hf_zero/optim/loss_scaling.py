@@ -32,47 +32,70 @@ class LossScaler(torch.amp.GradScaler):
         scaler.update()
 
     Raises:
-        UsageError: in `update`, on all ranks: gradients overflow at the smallest scale.
+        UsageError: in `update`, on all ranks: gradients overflow at the smallest scale. On a device it comes one step later,
+            since nothing waits for the step that is queued; until then, steps are skipped.
 
     Source: DeepSpeed 0.19, `runtime/fp16/loss_scaler.py` (`DynamicLossScaler`).
     """
 
     def __init__(self, config: LossScale | None = None, device: str = "cuda") -> None:
-        self._config = config or LossScale()
-        self._overflows_left = self._config.hysteresis  # until the scale is halved
+        self._config, self._on = config or LossScale(), torch.device(device)
+        self._left = torch.tensor(self._config.hysteresis, device="cpu")  # overflows until the scale is halved
+        self._has_ended: Tensor | None = None  # on the host, once the event has passed
+        self._is_known: torch.Event | None = None
         super().__init__(device, self._config.initial, growth_interval=self._config.window or 2000)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Change the scale after a step, as `GradScaler.update` does."""
-        before = self.get_scale()
-        super().update(new_scale)
-        after = self.get_scale()
+        """Change the scale after a step, as `GradScaler.update` does: nothing waits for the device."""
         if new_scale is not None or not self.is_enabled():
+            super().update(new_scale)
             return
-        if not self._config.is_dynamic:
-            super().update(before)
-        elif after < before:
-            self._after_overflow(before, after)
-        elif after > before or self._config.consecutive_hysteresis:
-            self._overflows_left = self._config.hysteresis
+        self._raise_where_it_has_ended()
+        one = torch.ones((), device=self._on)
+        before = self.scale(one)
+        super().update()
+        after = self.scale(one)
+        super().update(self._next(before, after) if self._config.is_dynamic else before)
+        if self._on.type == "cpu":
+            self._raise_where_it_has_ended()
 
-    def _after_overflow(self, before: float, after: float) -> None:
-        if self._overflows_left > 1:
-            self._overflows_left -= 1
-            super().update(before)
-        elif before <= self._config.minimum or after == 0:
+    def _next(self, before: Tensor, after: Tensor) -> Tensor:
+        """The scale, where `GradScaler` has made `after` of `before`: smaller if gradients have overflowed."""
+        config, left = self._config, self._left.to(before.device, non_blocking=True)
+        overflows = after < before
+        is_patient = overflows & (left > 1)
+        has_ended = overflows & ~is_patient & ((before <= config.minimum) | (after == 0))
+        self._tell(has_ended)
+        is_anew = ~overflows & ((after > before) | config.consecutive_hysteresis)
+        self._left = torch.where(is_patient, left - 1, torch.where(is_anew, config.hysteresis, left))
+        halved = torch.where(overflows, after.clamp(min=config.minimum), after)
+        return torch.where(is_patient | has_ended, before, halved)
+
+    def _tell(self, has_ended: Tensor) -> None:
+        """Let the host know, once the device has come so far."""
+        if self._on.type == "cpu":
+            self._has_ended = has_ended
+            return
+        if self._has_ended is None:
+            self._has_ended = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
+        self._has_ended.copy_(has_ended, non_blocking=True)
+        self._is_known = torch.Event(self._on)
+        self._is_known.record()
+
+    def _raise_where_it_has_ended(self) -> None:
+        if self._is_known is not None:
+            self._is_known.synchronize()  # of the step before: what is queued of this one goes on
+        if self._has_ended is not None and self._has_ended:
             raise UsageError(
-                f"the gradients overflow at the smallest loss scale, {before:g}: the model diverges, or its gradients are too "
-                "large for float16; lower the learning rate, compute in bfloat16, or lower loss_scale.minimum"
+                f"the gradients overflow at the smallest loss scale, {self.get_scale():g}: the model diverges, or its "
+                "gradients are too large for float16; lower the learning rate, compute in bfloat16, or lower loss_scale.minimum"
             )
-        else:
-            super().update(max(after, self._config.minimum))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of `GradScaler`, and how many overflows are left before the scale is halved."""
-        return {**super().state_dict(), "overflows_left": self._overflows_left}
+        return {**super().state_dict(), "overflows_left": int(self._left)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also one that a plain `GradScaler` saved."""
         super().load_state_dict(state_dict)
-        self._overflows_left = state_dict.get("overflows_left", self._config.hysteresis)
+        self._left = torch.tensor(state_dict.get("overflows_left", self._config.hysteresis), device="cpu")

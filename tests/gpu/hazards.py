@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from tests.gpu.training import BLOCKS, LLAMA, STAGES, STEPS, adamw, batch_of, furthest, train
-from tests.models import Case, make_model
+from tests.models import Case, Stack, make_model, stack_batch
 from tests.tensor_axis import CONFIGS as configs_of_the_tensor_axis
 
 
@@ -86,6 +86,38 @@ def mixed(device: torch.device) -> dict[str, Any]:
     far = furthest(train(model, device).float(), device)
     assert far < 0.05, far
     return {"furthest from float32": far}
+
+
+def half(device: torch.device) -> dict[str, Any]:
+    """Losses scaled for float16: the scale changes on the device, and the process does not wait for it."""
+    if device.type == "cpu":
+        return {}  # there are tests of what it becomes
+    model = Stack().to(device)
+    zero.shard_model(model, {"stage": 2, "compute_dtype": "float16", "timeout_s": 60})
+    optimizer, scaler = adamw(model), zero.LossScaler(zero.LossScale(2.0**14, window=2, minimum=2.0**14), device.type)
+    batch = {name: each.to(device) for name, each in stack_batch(0, dist.get_rank()).items()}
+
+    def step(factor: float = 1.0) -> None:
+        scaler.scale(model(**batch) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    step()
+    torch.get_device_module(device).set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.get_device_module(device).set_sync_debug_mode("default")
+    assert scaler.get_scale() == 2.0**15
+    step(float("inf"))
+    assert scaler.get_scale() == 2.0**14
+    step(float("inf"))
+    try:
+        step()
+    except zero.UsageError:
+        return {}
+    raise AssertionError("an overflow at the smallest scale was not told")
 
 
 def whole_model(device: torch.device) -> dict[str, Any]:
@@ -173,5 +205,5 @@ def some_ranks(device: torch.device) -> dict[str, Any]:
     return {"furthest": far}
 
 
-OF_TWO = (closure, raises, mixed, whole_model, bound)
+OF_TWO = (closure, raises, mixed, half, whole_model, bound)
 OF_FOUR = (replicas, tensor_axis, some_ranks)
