@@ -278,6 +278,20 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
+def coalesces_on(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives that are `coalesced` are one launch: NCCL's are, and those of most other devices' libraries."""
+    return bool(getattr(group._get_backend(device), "supports_coalescing", False))
+
+
+def can_be_fused_on(device: torch.device) -> bool:
+    """Whether torch has fused optimizers for a device."""
+    return device.type in map(_real_name, _foreach_utils._get_fused_kernels_supported_devices())
+
+
+def _real_name(device_type: str) -> str:
+    return torch._C._get_privateuse1_backend_name() if device_type == "privateuseone" else device_type
+
+
 def exchanges_on(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group can exchange tensors of a device: NCCL's cannot on the CPU."""
     try:

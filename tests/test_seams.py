@@ -153,6 +153,8 @@ TORCH = [
     Seam(
         torch.utils._foreach_utils, "_foreach_supported_types", "", "step_in_lists: clipping takes gradients in lists"
     ),
+    Seam(torch.utils._foreach_utils, "_get_fused_kernels_supported_devices", "", "can_be_fused_on"),
+    Seam(torch._C, "_get_privateuse1_backend_name", "", "can_be_fused_on"),
     Seam(torch.utils._foreach_utils, "_has_foreach_support", "in _foreach_supported_types", "step_in_lists"),
     Seam(torch.ops.aten, "_unsafe_view", "", "operators: a view, though torch does not call it one"),
     Seam(aot_wrappers, "HANDLED_TYPES", "", "let_compiled_code_take"),

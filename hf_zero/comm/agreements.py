@@ -71,6 +71,7 @@ class Agreements:
         self.rank = axis.rank
         self.num_ranks = len(axis.ranks)
         self.backend = torch_compat.backend_on(axis.group, axis.device)
+        self.coalesces = torch_compat.coalesces_on(axis.group, axis.device)
         self._watch = Watch(str(axis.group.group_name), axis.ranks, axis.ranks[axis.rank], axis.device)
         self._sequence = 0
         self.counts = counts_of(str(axis.group.group_name))

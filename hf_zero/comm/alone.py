@@ -28,7 +28,7 @@ class AloneCollectives(Collectives):
     def __init__(self, number: int, device: torch.device, ledger: Ledger) -> None:
         self.device, self.ledger = device, ledger
         self.ranks, self.rank, self.num_ranks = (number,), 0, 1
-        self.backend, self.reason, self.sequence_hash = "one process", "", 0
+        self.backend, self.coalesces, self.reason, self.sequence_hash = "one process", False, "", 0
 
     @property
     def mesh(self) -> NoReturn:  # type: ignore[override]

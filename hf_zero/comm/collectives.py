@@ -185,8 +185,8 @@ class Collectives(Agreements, RowCollectives):
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         entry = self.ledger.add("all_reduce", unit, 2 * num_bytes * (self.num_ranks - 1) // self.num_ranks)
         description = self._describe("all_reduce", unit)
-        messages = [[each] for each in tensors]  # NCCL makes one launch of those of a dtype, see `_start_all`
-        if self.backend != "nccl":
+        messages = [[each] for each in tensors]  # those of a dtype are one launch, see `_start_all`
+        if not self.coalesces:
             messages = in_messages(tensors, lambda t: (t.dtype, t.nbytes), self.staging_bytes)
         buffers = [message[0] if len(message) == 1 else torch.cat(message) for message in messages]
         reduce = partial(dist.all_reduce, op=operation, group=self.group, async_op=True)
@@ -206,8 +206,8 @@ class Collectives(Agreements, RowCollectives):
     def _start_all(
         self, description: str, calls: Sequence[Callable[[], dist.Work | None]], group: dist.ProcessGroup
     ) -> list[Work]:
-        """Start collectives of one kind: NCCL's as one launch."""
-        if self.backend != "nccl" or not calls:
+        """Start collectives of one kind: as one launch where the backend can, as NCCL."""
+        if not self.coalesces or not calls:
             return [self._part(self._start(description, call)) for call in calls]
         try:
             with torch_compat.coalesced(group) as works:

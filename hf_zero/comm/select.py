@@ -52,7 +52,7 @@ def make_collectives(
         ledger: counts the exchanges.
 
     Raises:
-        ConfigError: "pairwise" on a device, or ranks have another choice.
+        ConfigError: "pairwise" on a device, gloo for a device, or ranks have another choice.
     """
     if len(ranks) == 1:
         return AloneCollectives(ranks[0], device, ledger)
@@ -81,6 +81,13 @@ def _make(choice: str, axis: Axis) -> Collectives:
                 f"rank {axis.ranks[axis.rank]} has collectives: {choice}, but rank {axis.ranks[rank]} has another choice: "
                 f"check the configuration, and the environment variable {COLLECTIVES_VARIABLE}"
             )
+    if axis.device.type != "cpu" and pairwise.backend == "gloo":
+        kind = axis.device.type
+        native = dist.Backend.default_device_backend_map.get(kind, "...")
+        raise ConfigError(
+            f"the parameters are on {kind}, but the program's group is gloo's, which exchanges the host's memory: call "
+            f"init_process_group() without a backend, or with 'cpu:gloo,{kind}:{native}'"
+        )
     if choice == "pairwise" and pairwise.backend != "gloo":
         raise ConfigError(
             f"collectives: pairwise runs on gloo, but {pairwise.backend} serves the parameters on {axis.device.type}: use "

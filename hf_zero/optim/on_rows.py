@@ -200,4 +200,4 @@ def choose_fused(optimizer: torch.optim.Optimizer) -> None:
 
 def _can_be_fused(param: Tensor) -> bool:
     # Parameters of other models are plain tensors, which no fused step takes together with partitioned ones.
-    return isinstance(param, DTensor) and param.is_floating_point() and param.device.type in ("cpu", "cuda")
+    return isinstance(param, DTensor) and param.is_floating_point() and torch_compat.can_be_fused_on(param.device)

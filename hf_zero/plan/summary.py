@@ -190,7 +190,9 @@ class Measured:
         """Since `start`, with the optimizer's `state` by parameter, after `step` steps in all."""
         device, so_far = engine.world.device, engine.world.ledger.total()
         num_steps = max(step - start.step, 1)
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_of_process()
+        peak = _peak_of_process()
+        if device.type != "cpu":
+            peak = getattr(torch.get_device_module(device), "max_memory_allocated", lambda device: 0)(device)
         traffic = (so_far.bytes - start.num_bytes) // num_steps
         return cls(num_steps, _held(state), traffic, (so_far.seconds - start.seconds) / num_steps, peak)
 
@@ -199,7 +201,7 @@ def summary_after(engine: ZeroEngine, measured: Measured) -> str:
     """What was measured in a training, beside what its start promised."""
     states = model_states(engine)
     expected = states.parameters + states.gradients + states.optimizer + states.largest_unit
-    is_on_device = engine.world.device.type == "cuda"
+    is_on_device = engine.world.device.type != "cpu"
     rows = [
         ("", "measured", "expected", ""),
         ("a rank: optimizer", _mib(measured.optimizer), _mib(states.optimizer), "(expected: two states, as Adam)"),

@@ -224,7 +224,7 @@ def _coalesced(coalesces: bool) -> tuple[list[Tensor], list[Tensor], int]:
 
     coalesced = torch_compat.coalesced
     if coalesces:
-        collectives.backend = "nccl"  # gloo can do it as well, but for averages
+        collectives.backend, collectives.coalesces = "nccl", True  # gloo can do it as well, but for averages
     rank, layouts = collectives.rank, _layouts(collectives.num_ranks)
     items = [Rows(_padded(_values(rank, i, layout, torch.float32), layout), layout) for i, layout in enumerate(layouts)]
     outputs = [torch.empty(layout.local_numel(rank)) for layout in layouts]
@@ -519,6 +519,7 @@ def test_one_launch_sums_tensors_of_one_dtype_as_nccl_can() -> None:
     works: list[Any] = []
     with (
         mock.patch.object(torch_compat, "backend_on", lambda *_: "nccl"),
+        mock.patch.object(torch_compat, "coalesces_on", lambda *_: True),
         mock.patch.object(torch_compat, "coalesced", coalesced),
         mock.patch.object(dist, "all_reduce", all_reduce),
     ):

@@ -1,0 +1,48 @@
+"""What exchanges and steps do for devices that are neither the CPU nor NVIDIA's: by what torch and their libraries can."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils import _foreach_utils
+
+from hf_zero import torch_compat
+from hf_zero.comm.groups import cells_of
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.select import make_collectives
+from hf_zero.errors import ConfigError
+from tests.ranks import on_ranks
+
+
+@on_ranks(2)
+def test_a_backend_that_can_gets_one_launch_of_what_is_reduced_together() -> None:
+    ranks, launches = [rank for (rank,) in cells_of(None, 1)[0]], []
+    made = make_collectives("native", ranks, torch.device("cpu"), 20.0, Ledger())
+    assert not made.coalesces
+
+    @contextlib.contextmanager
+    def coalesced(group: dist.ProcessGroup) -> Iterator[list[Any]]:
+        works: list[Any] = []
+        yield works
+        launches.append(group)
+
+    made.coalesces, made.backend = True, "xccl"
+    with mock.patch.object(torch_compat, "coalesced", coalesced):
+        made.all_reduce([torch.ones(3), torch.ones(5), torch.ones(2)], "unit").wait()
+    assert launches == [made.group]
+
+
+@on_ranks(2)
+def test_parameters_on_a_device_under_a_group_of_gloo_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"the parameters are on cuda, but the program's group is gloo's.*cuda:nccl"):
+        make_collectives("auto", range(2), torch.device("cuda", 0), 20.0, Ledger())
+
+
+def test_steps_are_fused_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_foreach_utils, "_get_fused_kernels_supported_devices", lambda: ["xpu", "privateuseone"])
+    fused = [torch_compat.can_be_fused_on(torch.device(each)) for each in ("xpu", "privateuseone", "cuda")]
+    assert fused == [True, True, False]
