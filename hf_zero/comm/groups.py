@@ -64,7 +64,8 @@ class Axis:
         # device's watchdog, which ends the process, must leave time for an agreement to fail, which names the rank.
         on_host, on_device = max(timeout_s, _CONNECT_S), 2 * timeout_s + _CONNECT_S
         timeout = datetime.timedelta(seconds=on_host if device.type == "cpu" else on_device)
-        group, gather_group = _new_group(chosen, timeout), _new_group(chosen, timeout)
+        backend = _backend_of(device)
+        group, gather_group = _new_group(chosen, timeout, backend), _new_group(chosen, timeout, backend)
         is_gloo = torch_compat.backend_on(group, device) == "gloo"
         control_group = group if is_gloo else _new_group(chosen, timeout, "gloo")
         rank, mesh = chosen.index(dist.get_rank()), _mesh_over(chosen, device.type)
@@ -184,10 +185,16 @@ class _Program:
 _program: _Program | None = None
 
 
+def _backend_of(device: torch.device) -> str | None:
+    """That of the program for a device alone: a group with those of the CPU, too, connects each rank to all others twice."""
+    backends = dict(each.split(":") for each in dist.get_backend_config().split(",") if ":" in each)
+    return None if device.type == "cpu" else backends.get(device.type)
+
+
 def _new_group(ranks: tuple[int, ...], timeout: datetime.timedelta, backend: str | None = None) -> dist.ProcessGroup:
     is_all = len(ranks) == dist.get_world_size()
-    if is_all and backend is None:
-        made: dist.ProcessGroup = dist.new_group(timeout=timeout)
+    if is_all and backend != "gloo":
+        made: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
         return made
     # Also of all ranks, if over gloo: where the program's group is bound to a device, torch asks the new one for that device,
     # which gloo knows by the name of "cuda" alone.

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
+from hf_zero import torch_compat
 from tests.gpu.training import BLOCKS, LLAMA, STAGES, STEPS, adamw, batch_of, furthest, train
 from tests.models import Case, Stack, make_model, stack_batch
 from tests.tensor_axis import CONFIGS as configs_of_the_tensor_axis
@@ -120,6 +121,16 @@ def half(device: torch.device) -> dict[str, Any]:
     raise AssertionError("an overflow at the smallest scale was not told")
 
 
+def connections(device: torch.device) -> dict[str, Any]:
+    """Groups for what is on a device have no backend for the host beside it, which would connect all ranks once more."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    shards = zero.shard_model(model, {"stage": 3, "timeout_s": 60}).world.shards
+    for group in (shards.group, shards.gather_group):
+        assert torch_compat.exchanges_on(group, device)
+        assert device.type == "cpu" or not torch_compat.exchanges_on(group, torch.device("cpu"))
+    return {}
+
+
 def whole_model(device: torch.device) -> dict[str, Any]:
     """A model that was made on the CPU is never whole on the device: one parameter of it, and rows, in stages 1 to 3."""
     found = {}
@@ -205,5 +216,5 @@ def some_ranks(device: torch.device) -> dict[str, Any]:
     return {"furthest": far}
 
 
-OF_TWO = (closure, raises, mixed, half, whole_model, bound)
+OF_TWO = (closure, raises, mixed, half, connections, whole_model, bound)
 OF_FOUR = (replicas, tensor_axis, some_ranks)
