@@ -121,18 +121,30 @@ class Gathering:
 
     def _prefetch(self, coming: Iterable[int]) -> None:
         budget = self._world.config.prefetch_bytes
-        ahead = 0
+        waiting = self._waiting_for_backward()
+        ahead = sum(self.units[index].buffer_nbytes for index in waiting)
         has_one = False  # one unit at least, whatever its size: else nothing would arrive while others compute
         for index in itertools.islice(coming, _MOST_AHEAD):
             unit = self.units[index]
             if unit.keeps_whole or unit.is_leased:
                 continue
-            ahead += 0 if unit.is_shared else unit.buffer_nbytes
+            ahead += 0 if unit.is_shared or index in waiting else unit.buffer_nbytes
             if ahead > budget and (has_one or not budget):
                 return
             has_one = True
             if unit.residency is Residency.RELEASED and not unit.is_whole_elsewhere:
                 unit.start_gather()
+
+    def _waiting_for_backward(self) -> set[int]:
+        """The units that are gathered and stay so until their backward, which counts as gathered ahead."""
+        if not self._world.config.reshard_after_forward:
+            return set()
+        is_forward = not torch_compat.in_backward()
+        kept = {index: self.units[index] for index in self.kept_for_backward}
+        gathered = {
+            i: unit for i, unit in kept.items() if unit.residency is not Residency.RELEASED and not unit.is_shared
+        }
+        return {i for i, unit in gathered.items() if is_forward or not unit.is_leased}
 
     def drop(self, but_kept: bool = False) -> None:
         """Release what nobody reads: at events that all ranks share, so that they will gather alike again.

@@ -79,7 +79,7 @@ class ReadableParameters(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         """Modules ask so before they assign: torch would say that a whole tensor is no parameter."""
-        if isinstance(assigned_to_module(), Whole):
+        if not torch.compiler.is_compiling() and isinstance(assigned_to_module(), Whole):
             raise UsageError(
                 f"a forward assigns another module's whole weight to {name!r}, which would tie them for a call only: tie "
                 "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "

@@ -22,11 +22,17 @@ _changes = Changes()
 _data: Any = torch._C.TensorBase.data
 
 
+class _Data(property):
+    """As torch's own, which tells its name to whoever sees torch's functions, as `Init` does."""
+
+    __name__ = "data"
+
+
 def install() -> None:
     """Let assignments to `.data` come by here; a second call changes nothing."""
     if not _changes:
         _changes.keep()
-        _changes.replace(torch.Tensor, "data", property(_data.__get__, _assign, _data.__delete__, _data.__doc__))
+        _changes.replace(torch.Tensor, "data", _Data(_data.__get__, _assign, _data.__delete__, _data.__doc__))
 
 
 def _assign(tensor: Tensor, value: Tensor) -> None:
