@@ -97,9 +97,9 @@ class Agreements:
         """
         return self._with_label(values, label, timeout_s, self._swap)
 
-    def combine(self, values: Sequence[int], label: str) -> Combined:
+    def combine(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> Combined:
         """As `agree`, where it does not matter which rank says what: among many ranks, no rank hears of each of them."""
-        return Combined(*self._with_label(values, label, None, self._swap_combined))
+        return Combined(*self._with_label(values, label, timeout_s, self._swap_combined))
 
     def _with_label(
         self, values: Sequence[int], label: str, timeout_s: float | None, swap: Callable[[Tensor, str, float], Tensor]
@@ -136,7 +136,7 @@ class Agreements:
 
     def meet(self, label: str, timeout_s: float | None = None) -> None:
         """Wait until every rank has made the same call; the error names a rank that did not."""
-        self._with_label((), label, timeout_s, self._swap_combined)
+        self.combine((), label, timeout_s)
 
     def mail(self, kind: str, unit: str, timeout_s: float | None = None) -> Mail:
         """Messages of bytes in the host's memory, at most one from each rank to each other; called by all ranks together.

@@ -58,7 +58,7 @@ class AloneCollectives(Collectives):
         """See `Collectives.agree`."""
         return [list(values)]
 
-    def combine(self, values: Sequence[int], label: str) -> Combined:
+    def combine(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> Combined:
         """See `Collectives.combine`."""
         return Combined(list(values), list(values), list(values))
 

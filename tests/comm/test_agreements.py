@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_zero.comm import agreements
 from hf_zero.comm.agreements import Agreements, Combined
+from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.beside import roll_call
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
@@ -106,6 +107,15 @@ def test_numbers_are_combined_of_all_ranks(num_ranks: int, num_values: int) -> N
     assert {len(sent) for sent in post.sent.values()} == {agreements.messages_of(num_ranks, num_values)}
     if num_ranks > agreements._FEW_RANKS:  # three for each number, however many ranks there are
         assert max(each for sent in post.sent.values() for each in sent) == 3 * 8 * max(32, num_values - 30)
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    alone = AloneCollectives(3, torch.device("cpu"), Ledger())
+    alone.meet("here")
+    alone.meet("here", 5.0)
+    assert alone.agree([1, 2], "numbers") == [[1, 2]]
+    assert alone.agree_on_floats([0.5], "numbers") == [[0.5]]
+    assert alone.combine([1, 2], "numbers") == Combined([1, 2], [1, 2], [1, 2])
 
 
 # --- among processes, as if four were many --------------------------------------------------------------------------
