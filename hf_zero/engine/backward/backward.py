@@ -17,62 +17,18 @@ from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
 from hf_zero.engine.backward.passes import current_pass, hear_of_passes
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
+from hf_zero.engine.backward.session import Session
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.call import Call, Entry, check_not_outdated, next_event
+from hf_zero.engine.units.call import Call, Entry, check_not_outdated
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.reading import Read, connected
-from hf_zero.engine.units.residency import Lease
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError
 
 _OWN_REFERENCES = 2  # to a whole tensor, after its call's backward: of two lists
-
-
-class _Session:
-    """One backward pass, from its first event to its end.
-
-    Attributes:
-        gradients: what has come of them.
-        has_gradients: any has come; not in `torch.autograd.grad(loss, activation)`.
-        leases: of units that autograd's saved tensors need, see [Note: saved weights].
-        open_calls: those whose backward has begun, and not ended.
-        began: after the forwards that it may reach.
-        reached: when the forward ended whose backward began last: what has begun later is over.
-        token: dead once autograd has dropped its callback.
-    """
-
-    def __init__(self, gradients: Accumulation) -> None:
-        self.gradients = gradients
-        self.has_gradients = False
-        self.leases: list[Lease] = []
-        self.open_calls: set[Call] = set()
-        self.began = self.reached = next_event()
-        self._token = _Token()
-        self.token = weakref.ref(self._token)
-
-    def take_token(self) -> _Token:
-        """An object that lives as long as autograd may still call back; if backward raises, it is gone."""
-        token = self._token
-        del self._token
-        return token
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether the backward broke off with an exception: known for certain to the call only, see `passes`."""
-        return self.token() is None
-
-    def give_back(self) -> None:
-        """Give the leases back."""
-        for lease in self.leases:
-            lease.give_back()
-        self.leases.clear()
-
-
-class _Token:
-    """See `_Session.take_token`."""
 
 
 class Backward:
@@ -92,7 +48,7 @@ class Backward:
 
     def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
         hear_of_passes()
-        self.session: _Session | None = None
+        self.session: Session | None = None
         self.entries: list[Entry] = []
         self.unit_of: dict[ZeroParameter, Unit] = {}
         self.anchor = torch.zeros((), device=world.device, requires_grad=True)
@@ -148,7 +104,7 @@ class Backward:
         """Whether a pass is under way."""
         return self.session is not None and not self.session.is_dead and torch_compat.in_backward()
 
-    def begin(self) -> _Session:
+    def begin(self) -> Session:
         """The pass under way; a new one at its first event."""
         under_way = current_pass()
         if under_way is not None and under_way.is_over:
@@ -157,7 +113,7 @@ class Backward:
         if self.session is None:
             self.gathering.flush_edits()
             gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
-            session = self.session = _Session(gradients)
+            session = self.session = Session(gradients)
             self.gathering.before_wait = self._before_wait
             if under_way is not None:
                 under_way.at_end(lambda: self._on_return(session))
@@ -213,7 +169,7 @@ class Backward:
             for hook in post_accumulate_hooks(p.param):
                 hook(p.param)
 
-    def _finish(self, session: _Session) -> None:
+    def _finish(self, session: Session) -> None:
         if session.has_gradients:
             turns = self.gathering.reductions.turns
             session.gradients.finish(reversed(self.gathering.units))
@@ -221,7 +177,7 @@ class Backward:
                 self.gathering.on_other_reductions()
             self._follows_no_sync = self._follows_no_sync and session.gradients.reducer is None
 
-    def _on_return(self, session: _Session) -> None:
+    def _on_return(self, session: Session) -> None:
         """The call that a session belongs to returns or raises: if the session has not ended, the backward broke off."""
         if self.session is session:
             self.recover()
@@ -337,13 +293,13 @@ class Backward:
                 "the ranks: use `loss.backward()`, or `loss.backward(inputs=[...])`, and read `.grad`"
             ) from error
 
-    def _finish_calls(self, session: _Session, before: Call | None = None) -> None:
+    def _finish_calls(self, session: Session, before: Call | None = None) -> None:
         """Finish all calls, or those whose forward came after all of `before`: autograd runs the latest nodes first."""
         for call in sorted(session.open_calls, key=lambda call: -call.began):
             if before is None or (before.ended is not None and before.ended < call.began):
                 self._finish_call(call, session)
 
-    def _finish_call(self, call: Call, session: _Session) -> None:
+    def _finish_call(self, call: Call, session: Session) -> None:
         """A call's backward is over: hand on its gradients, and put its units back."""
         call.is_done = True
         gradients, call.gradients = call.gradients, {}
@@ -396,7 +352,7 @@ class PlainBackward(Backward):
     def _make_reducer(self) -> None:
         return None
 
-    def _finish(self, session: _Session) -> None:
+    def _finish(self, session: Session) -> None:
         if session.has_gradients and self._is_syncing:
             self._reducer.finish(self.gathering.num_steps)
 

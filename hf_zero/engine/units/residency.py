@@ -49,6 +49,13 @@ class Leased(Protocol):
         """A lease ends."""
 
 
+class LiveCall(Protocol):
+    """A call of a module whose graph lives, see `Call`."""
+
+    is_done: bool
+    began: int
+
+
 class Lease:
     """The right to read a unit's whole tensors; given back once, or when nobody holds it any more."""
 

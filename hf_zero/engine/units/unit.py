@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.memory import GatheredMemory
-from hf_zero.engine.units.residency import NEXT, Lease, Residency, Tenure
+from hf_zero.engine.units.residency import NEXT, Lease, LiveCall, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
 from hf_zero.errors import ZeroError
 from hf_zero.layout import place
@@ -50,13 +49,6 @@ class _Slot:
     rows: Rows
     own: Tensor
     whole: Tensor
-
-
-class LiveCall(Protocol):
-    """A call of a module whose graph lives, see `Call`."""
-
-    is_done: bool
-    began: int
 
 
 def _fill_own_rows(slots: Sequence[_Slot]) -> None:
