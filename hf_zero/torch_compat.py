@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import datetime
 import functools
 import importlib
 import sys
-import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _foreach_utils
 
 from hf_zero.errors import PartitionError
 from hf_zero.layout import Cut, TensorCut, row_major
-
-_LEAVING_S = 0.1
-
-# torch 2.13 renamed both, and warns of the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def tensor_cut(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> TensorCut | None:
@@ -169,120 +157,6 @@ def tensor_on(storage: torch.UntypedStorage, offset_bytes: int, shape: tuple[int
     return tensor.set_(storage, offset_bytes // dtype.itemsize, shape, row_major(shape))
 
 
-_cached_for: weakref.ref[object] | None = None
-
-
-def forget_old_groups(default_group: object) -> None:
-    """Empty DTensor's caches, if they were filled under another default process group than the one in place now.
-
-    They take meshes of equal ranks for one another, and would hand out one whose group has been destroyed.
-    """
-    global _cached_for
-    if _cached_for is None or _cached_for() is not default_group:
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        _cached_for = None if default_group is None else weakref.ref(default_group)
-
-
-@functools.cache
-def leave_after_gloo() -> None:
-    """Let this process end a moment after its last collective: gloo's threads have then let go of its tensors.
-
-    A thread of gloo that drops a tensor of Python while the interpreter is taken down ends the process by SIGABRT
-    ("terminate called without an active exception", https://github.com/pytorch/pytorch/issues/190489): so a run that trained
-    well fails at its very end. Destroying the groups would not join these threads, since torch's caches keep the groups.
-    """
-    atexit.register(time.sleep, _LEAVING_S)
-
-
-def new_group_among(
-    ranks: list[int], name: str, timeout: datetime.timedelta, backend: str | None = None
-) -> dist.ProcessGroup:
-    """A process group of some of the program's ranks, made by these alone.
-
-    `new_group` needs all ranks of the program; and with `use_local_synchronization` it makes the name of the ranks and the
-    number of groups that this process happens to know, so that names differ between ranks, or come again after a group
-    has been destroyed, when the store still has the addresses of the old one.
-
-    Args:
-        ranks: ascending.
-        name: the same on all of these ranks, and new.
-        timeout: of its exchanges.
-        backend: by default that of the default group.
-    """
-    core: Any = dist.distributed_c10d
-    chosen = backend or dist.get_backend_config()
-    place = ranks.index(dist.get_rank())
-    with _unbound(core._get_default_group()):
-        group, _ = core._new_process_group_helper(
-            len(ranks), place, ranks, core.Backend(chosen), core._get_default_store(), name, timeout=timeout
-        )
-    core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    return cast(dist.ProcessGroup, group)
-
-
-@contextlib.contextmanager
-def _unbound(parent: Any) -> Iterator[None]:
-    """While active, torch does not know that the program's group is bound to a device.
-
-    Else it splits NCCL's communicator of the program (`ncclCommSplit`), for which all of its ranks would have to come.
-    """
-    bound, parent.bound_device_id = parent.bound_device_id, None
-    try:
-        yield
-    finally:
-        parent.bound_device_id = bound
-
-
-def program_store() -> Any:
-    """The store through which the program's processes have met."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let exchanges of a group that exists already wait for so long."""
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """How many seconds the program lets exchanges of a group take; 0 where no backend of it tells."""
-    longest = 0.0
-    for backend in _backends(group):
-        with contextlib.suppress(AttributeError, RuntimeError):  # not of torch's own
-            longest = max(longest, backend.options._timeout.total_seconds())
-    return longest
-
-
-def sequence_number(group: dist.ProcessGroup) -> int:
-    """How many exchanges this process has begun in a group, as torch counts them: alike on all of its ranks."""
-    found = 0
-    for backend in _backends(group):
-        with contextlib.suppress(RuntimeError):  # not of torch's own, and does not count
-            found += int(backend._get_sequence_number_for_group())
-    return found
-
-
-def _backends(group: Any) -> list[Any]:
-    return list({id(each): each for each in map(group._get_backend, group._device_types)}.values())
-
-
-def num_groups_begun() -> int:
-    """How many groups of the program this process has begun to make with `new_group`, which all ranks call alike."""
-    return int(dist.distributed_c10d._world.group_count)
-
-
-def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that exchanges a group's tensors of a device: "gloo", "nccl".
-
-    `dist.get_backend` says "cpu:gloo,cuda:nccl" of a group that was made without the name of one.
-    """
-    return str(group._get_backend(device).name())
-
-
-def coalesces_on(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives that are `coalesced` are one launch: NCCL's are, and those of most other devices' libraries."""
-    return bool(getattr(group._get_backend(device), "supports_coalescing", False))
-
-
 def can_be_fused_on(device: torch.device) -> bool:
     """Whether torch has fused optimizers for a device."""
     return device.type in map(_real_name, _foreach_utils._get_fused_kernels_supported_devices())
@@ -290,15 +164,6 @@ def can_be_fused_on(device: torch.device) -> bool:
 
 def _real_name(device_type: str) -> str:
     return torch._C._get_privateuse1_backend_name() if device_type == "privateuseone" else device_type
-
-
-def exchanges_on(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group can exchange tensors of a device: NCCL's cannot on the CPU."""
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -313,19 +178,6 @@ def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
             return torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
 
         yield convert
-
-
-@contextlib.contextmanager
-def coalesced(group: dist.ProcessGroup) -> Iterator[list[dist.Work]]:
-    """Within: collectives of one kind on `group` are collected; at the end they start together. Yields what to wait for."""
-    works: list[dist.Work] = []
-    try:
-        with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
-            yield works
-    except BaseException:
-        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # torch would collect for ever
-        raise
-    works += manager.works
 
 
 def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.comm.beside.progress import counts_of
 from hf_zero.comm.beside.roll_call import missing
 from hf_zero.comm.beside.watch import Watch
@@ -70,8 +70,8 @@ class Agreements:
         self.ranks = axis.ranks
         self.rank = axis.rank
         self.num_ranks = len(axis.ranks)
-        self.backend = torch_compat.backend_on(axis.group, axis.device)
-        self.coalesces = torch_compat.coalesces_on(axis.group, axis.device)
+        self.backend = torch_groups.backend_on(axis.group, axis.device)
+        self.coalesces = torch_groups.coalesces_on(axis.group, axis.device)
         self._watch = Watch(str(axis.group.group_name), axis.ranks, axis.ranks[axis.rank], axis.device)
         self._sequence = 0
         self.counts = counts_of(str(axis.group.group_name))

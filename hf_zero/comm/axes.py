@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default_group, grid_over
@@ -82,7 +82,7 @@ class Axes:
             UsageError: this rank is not in the mesh.
         """
         replicas = _replicas(cells_of(mesh, config.tp_size), config)
-        torch_compat.forget_old_groups(default_group())
+        torch_groups.forget_old_groups(default_group())
         choice, plain = _exchange_of(config, device), plain_choice(device)
         tensor_size = len(replicas[0][0])
 

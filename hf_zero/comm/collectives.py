@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.comm.agreements import Agreements
 from hf_zero.comm.exchange import Exchange, Work, named
 from hf_zero.layout import RowLayout
@@ -210,7 +210,7 @@ class Collectives(Agreements, RowCollectives):
         if not self.coalesces or not calls:
             return [self._part(self._start(description, call)) for call in calls]
         try:
-            with torch_compat.coalesced(group) as works:
+            with torch_groups.coalesced(group) as works:
                 for call in calls:
                     call()
         except RuntimeError as error:

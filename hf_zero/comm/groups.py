@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.comm.ledger import Ledger
 from hf_zero.errors import ConfigError, UsageError
 
@@ -58,7 +58,7 @@ class Axis:
         Raises:
             UsageError: this process is not one of them.
         """
-        torch_compat.leave_after_gloo()
+        torch_groups.leave_after_gloo()
         chosen = tuple(sorted(ranks))
         # Each exchange is waited for with its own timeout. If that is short, connecting the ranks may take longer; and a
         # device's watchdog, which ends the process, must leave time for an agreement to fail, which names the rank.
@@ -66,7 +66,7 @@ class Axis:
         timeout = datetime.timedelta(seconds=on_host if device.type == "cpu" else on_device)
         backend = _backend_of(device)
         group, gather_group = _new_group(chosen, timeout, backend), _new_group(chosen, timeout, backend)
-        is_gloo = torch_compat.backend_on(group, device) == "gloo"
+        is_gloo = torch_groups.backend_on(group, device) == "gloo"
         control_group = group if is_gloo else _new_group(chosen, timeout, "gloo")
         rank, mesh = chosen.index(dist.get_rank()), _mesh_over(chosen, device.type)
         return cls(chosen, rank, mesh, group, gather_group, control_group, device, timeout_s, ledger)
@@ -152,7 +152,7 @@ def grid_over(num_replicas: int, num_shards: int, tensor_size: int, device_type:
         # So that norms over both axes are one exchange, of the same bits everywhere.
         known[shape, device_type][SHARD_AXIS, TENSOR_AXIS]._flatten()
     grid = known[shape, device_type]
-    torch_compat.set_timeout(grid[TENSOR_AXIS].get_group(), max(timeout_s, _CONNECT_S))
+    torch_groups.set_timeout(grid[TENSOR_AXIS].get_group(), max(timeout_s, _CONNECT_S))
     return grid
 
 
@@ -200,7 +200,7 @@ def _new_group(ranks: tuple[int, ...], timeout: datetime.timedelta, backend: str
     # which gloo knows by the name of "cuda" alone.
     number = next(_Program.now().numbers.setdefault(ranks, itertools.count()))
     name = f"hf_zero {'all' if is_all else '-'.join(map(str, ranks))} {number}"
-    return torch_compat.new_group_among(list(ranks), name, timeout, backend)
+    return torch_groups.new_group_among(list(ranks), name, timeout, backend)
 
 
 def _mesh_over(ranks: tuple[int, ...], device_type: str) -> DeviceMesh:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
 
@@ -40,7 +40,7 @@ class NativeCollectives(Collectives):
 
     def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
         if self.backend != "gloo":
-            work: dist.Work | None = torch_compat.all_gather_single(flat, own, self.gather_group, async_op=True)
+            work: dist.Work | None = torch_groups.all_gather_single(flat, own, self.gather_group, async_op=True)
             return work
         # gloo writes `own` back at the end, which must not overwrite rows that have changed meanwhile.
         chunks = list(flat.chunk(self.num_ranks))
@@ -54,7 +54,7 @@ class NativeCollectives(Collectives):
         keep, copies, received = [], [], 0
         description = self._describe("reduce_scatter", unit)
         operation, rest = self._operation(divisor)
-        reduce = partial(torch_compat.reduce_scatter_single, op=operation, group=self.group, async_op=True)
+        reduce = partial(torch_groups.reduce_scatter_single, op=operation, group=self.group, async_op=True)
         for item, output in zip(items, outputs, strict=True):
             layout = item.layout
             if not layout.chunk_numel:

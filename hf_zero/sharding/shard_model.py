@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of
@@ -120,6 +120,6 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where the ranks will have a model: a CPU's on their accelerators, unless the group is for CPUs; others where they are."""
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     group = default_group()
-    if group is None or (device.type != "cpu" and torch_compat.exchanges_on(group, device)):
+    if group is None or (device.type != "cpu" and torch_groups.exchanges_on(group, device)):
         return device
     return default_device()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_compat
+from hf_zero import torch_compat, torch_groups
 from hf_zero.comm import axes, select
 from hf_zero.comm.collectives import Collectives, Rows, in_messages
 from hf_zero.comm.exchange import Exchange, Work
@@ -222,7 +222,7 @@ def _coalesced(coalesces: bool) -> tuple[list[Tensor], list[Tensor], int]:
         launches.append(group)
         return coalesced(group)
 
-    coalesced = torch_compat.coalesced
+    coalesced = torch_groups.coalesced
     if coalesces:
         collectives.backend, collectives.coalesces = "nccl", True  # gloo can do it as well, but for averages
     rank, layouts = collectives.rank, _layouts(collectives.num_ranks)

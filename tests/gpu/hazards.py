@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from tests.gpu.training import BLOCKS, LLAMA, STAGES, STEPS, adamw, batch_of, furthest, train
 from tests.models import Case, Stack, make_model, stack_batch
 from tests.tensor_axis import CONFIGS as configs_of_the_tensor_axis
@@ -126,8 +126,8 @@ def connections(device: torch.device) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
     shards = zero.shard_model(model, {"stage": 3, "timeout_s": 60}).world.shards
     for group in (shards.group, shards.gather_group):
-        assert torch_compat.exchanges_on(group, device)
-        assert device.type == "cpu" or not torch_compat.exchanges_on(group, torch.device("cpu"))
+        assert torch_groups.exchanges_on(group, device)
+        assert device.type == "cpu" or not torch_groups.exchanges_on(group, torch.device("cpu"))
     return {}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.comm.groups import default_group
 
 Progress = dict[str, dict[str, int]]
@@ -60,7 +60,7 @@ def progress() -> Progress:
     has_ended = group is None or _program.group() is not group
     found = {_PROGRAM: {_ENDED: 1}}
     if group is not None and not has_ended:
-        begun, groups = torch_compat.sequence_number(group), torch_compat.num_groups_begun()
+        begun, groups = torch_groups.sequence_number(group), torch_groups.num_groups_begun()
         found = {_PROGRAM: {_BEGUN: begun, _GROUPS: groups, _ENDED: 0}}
     for counts in [each() for each in _program.counted]:
         if counts is not None:

@@ -5,7 +5,7 @@ Unlike an agreement, nobody has to come: who reads finds what was written, or no
 
 from __future__ import annotations
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 
 
 class Notes:
@@ -28,20 +28,20 @@ class Notes:
             by: the rank, or what else tells the notes of one subject apart.
             text: the note.
         """
-        torch_compat.program_store().set(self._key(by), text)
+        torch_groups.program_store().set(self._key(by), text)
 
     def read(self, by: object) -> str | None:
         """A note, or None if there is none. It does not wait, as the store's own `get` does."""
-        store, key = torch_compat.program_store(), self._key(by)
+        store, key = torch_groups.program_store(), self._key(by)
         return store.get(key).decode() if store.check([key]) else None
 
     def count(self, what: str, amount: int) -> int:
         """Add to a number that all ranks count together; returns it as it is then."""
-        return int(torch_compat.program_store().add(self._key(what), amount))
+        return int(torch_groups.program_store().add(self._key(what), amount))
 
     def remove(self, by: object) -> None:
         """Take a note back."""
-        torch_compat.program_store().delete_key(self._key(by))
+        torch_groups.program_store().delete_key(self._key(by))
 
     def _key(self, by: object) -> str:
         return f"hf_zero {self._subject} {by}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero import torch_compat
+from hf_zero import torch_compat, torch_groups
 from hf_zero.comm import together
 from hf_zero.comm.axes import Axes
 from hf_zero.comm.beside.progress import leave_out
@@ -88,7 +88,7 @@ class World(Axes):
                 "TrainingArguments or the Accelerator first, or call torch.distributed.init_process_group()"
             )
         if group is not None and config.timeout_s == "auto":
-            config = dataclasses.replace(config, timeout_s=max(config.limit_s, torch_compat.timeout_of(group)))
+            config = dataclasses.replace(config, timeout_s=max(config.limit_s, torch_groups.timeout_of(group)))
         ledger, number = Ledger(), next(_numbers)
         axes = Axes.connect(config, device, mesh, ledger)
         precision = Precision.from_config(config)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero import torch_compat
+from hf_zero import torch_groups
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
@@ -20,7 +20,7 @@ def test_exchanges_may_take_as_long_as_the_program_lets_its_own_take() -> None:
     group = dist.group.WORLD
     assert group is not None
     for of_program, asked, expected in ((600.0, "auto", 600.0), (60.0, "auto", 120.0), (600.0, 5.0, 5.0)):
-        torch_compat.set_timeout(group, of_program)
+        torch_groups.set_timeout(group, of_program)
         world = World.create(ZeroConfig(timeout_s=asked), torch.device("cpu"))
         assert world.config.limit_s == world.everyone.timeout_s == expected
 
