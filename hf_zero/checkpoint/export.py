@@ -141,7 +141,7 @@ def save_whole(
     with GatheredParameters(_computed_with(model)):
         if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
             state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
-        with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.config.limit_s)):
+        with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.limit_s)):
             if writes:
                 with saving_alone():
                     original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
@@ -182,7 +182,7 @@ def _save_converted(
             if not writes:
                 folder = Path(scratch, "adapter")
                 initial = Path(shutil.copytree(initial, Path(scratch, initial.name)))  # PEFT writes to it
-        with world.together(what, CheckpointError, max(WRITING_S, world.config.limit_s)):
+        with world.together(what, CheckpointError, max(WRITING_S, world.limit_s)):
             original(folder, is_main_process=True, **options, **{_CONVERSION: str(initial)})
 
 
@@ -198,7 +198,7 @@ def _save_plain(model: nn.Module, place: str, save: Callable[[], Any]) -> None:
     if world is None:
         save()
     else:
-        save_on_first(world, place, save, max(WRITING_S, world.config.limit_s))
+        save_on_first(world, place, save, max(WRITING_S, world.limit_s))
 
 
 def save_by_library(model: nn.Module, save: Callable[[], Any], place: str) -> None:
@@ -224,7 +224,7 @@ def save_by_library(model: nn.Module, save: Callable[[], Any], place: str) -> No
         with GatheredAlone(model):
             save()
         return
-    limit_s = max(WRITING_S, world.config.limit_s)
+    limit_s = max(WRITING_S, world.limit_s)
     with GatheredParameters(model), world.together("saving a model", CheckpointError, limit_s):
         if world.rank == 0:
             with saving_alone():

@@ -71,7 +71,7 @@ def _gathers_once(model: nn.Module, world: World) -> bool:
     wanted = world.config.gather_for_generation
     free = _free_bytes(world) // 2 if wanted == "auto" else 0
     try:
-        world.meet("generate", min(_LATEST_S, world.config.limit_s))
+        world.meet("generate", min(_LATEST_S, world.limit_s))
     except CollectiveError as error:
         raise CollectiveError(
             f"{error} In stage 3 every rank must call generate. For a sample on one rank alone, let all ranks enter "

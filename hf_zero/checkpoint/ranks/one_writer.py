@@ -87,7 +87,7 @@ def save_on_first(world: World, place: str, save: Callable[[], Any], limit_s: fl
     while (found := notes.read(number)) in (None, _BEGUN):
         if not found and int(notes.read(_LATEST) or 0) > number:
             return  # rank 0 has saved there before this process group was made
-        if time.monotonic() > started + (limit_s if found else world.config.limit_s):
+        if time.monotonic() > started + (limit_s if found else world.limit_s):
             raise CollectiveError(
                 f"rank {world.rank} waited for rank 0 in save_pretrained to {place}: rank 0 "
                 f"{'has not finished writing' if found else 'has not made the call, and it is the one that writes'}"

@@ -56,6 +56,7 @@ class World(Axes):
         models: the models partitioned over these ranks.
         number: worlds are numbered as they are made.
         serving: what one of the ranks may do alone.
+        limit_s: seconds after which one exchange counts as failed.
     """
 
     config: ZeroConfig
@@ -63,6 +64,7 @@ class World(Axes):
     device: torch.device
     ledger: Ledger
     serving: Serving
+    limit_s: float
     default_group: object = None
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     number: int = 0
@@ -87,10 +89,11 @@ class World(Axes):
                 f"this is one of {launched} launched processes, but there is no process group yet: make the "
                 "TrainingArguments or the Accelerator first, or call torch.distributed.init_process_group()"
             )
+        limited = config
         if group is not None and config.timeout_s == "auto":
-            config = dataclasses.replace(config, timeout_s=max(config.limit_s, torch_groups.timeout_of(group)))
+            limited = dataclasses.replace(config, timeout_s=max(config.limit_s, torch_groups.timeout_of(group)))
         ledger, number = Ledger(), next(_numbers)
-        axes = Axes.connect(config, device, mesh, ledger)
+        axes = Axes.connect(limited, device, mesh, ledger)
         precision = Precision.from_config(config)
         world = cls(
             **vars(axes),
@@ -98,7 +101,8 @@ class World(Axes):
             precision=precision,
             device=device,
             ledger=ledger,
-            serving=_serving(axes, config, device),
+            serving=_serving(axes, limited, device),
+            limit_s=limited.limit_s,
             default_group=group,
             number=number,
         )
@@ -112,6 +116,7 @@ class World(Axes):
         return cls(
             **vars(Axes.of_one(device, ledger)),
             serving=Serving("", None, (), config.limit_s, device),
+            limit_s=config.limit_s,
             config=config,
             precision=Precision.from_config(config),
             device=device,

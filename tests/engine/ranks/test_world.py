@@ -22,7 +22,8 @@ def test_exchanges_may_take_as_long_as_the_program_lets_its_own_take() -> None:
     for of_program, asked, expected in ((600.0, "auto", 600.0), (60.0, "auto", 120.0), (600.0, 5.0, 5.0)):
         torch_groups.set_timeout(group, of_program)
         world = World.create(ZeroConfig(timeout_s=asked), torch.device("cpu"))
-        assert world.config.limit_s == world.everyone.timeout_s == expected
+        assert world.limit_s == world.everyone.timeout_s == expected
+        assert world.config.timeout_s == asked  # by which the same configuration is known again
 
 
 _ERRORS = [
