@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_compat, torch_groups
+from hf_zero import torch_groups
 from hf_zero.comm import axes, select
 from hf_zero.comm.collectives import Collectives, Rows, in_messages
 from hf_zero.comm.exchange import Exchange, Work
@@ -230,7 +230,7 @@ def _coalesced(coalesces: bool) -> tuple[list[Tensor], list[Tensor], int]:
     outputs = [torch.empty(layout.local_numel(rank)) for layout in layouts]
     gradients = [Rows(item.flat[: item.layout.numel].clone(), item.layout) for item in items]
     with (
-        mock.patch.object(torch_compat, "coalesced", count),
+        mock.patch.object(torch_groups, "coalesced", count),
         mock.patch.object(dist.ReduceOp, "AVG", dist.ReduceOp.SUM),
     ):
         collectives.gather(items, "unit").wait()
@@ -482,7 +482,7 @@ def _on_a_device(choice: str) -> tuple[str, list[str]]:
     """What is made where NCCL serves the parameters, and what is said of it."""
     said: list[str] = []
     with (
-        mock.patch.object(torch_compat, "backend_on", lambda *_: "nccl"),
+        mock.patch.object(torch_groups, "backend_on", lambda *_: "nccl"),
         mock.patch.object(select.logger, "warning", lambda text, *words: said.append(text % words)),
     ):
         ranks = [rank for (rank,) in cells_of(None, 1)[0]]
@@ -518,9 +518,9 @@ def test_one_launch_sums_tensors_of_one_dtype_as_nccl_can() -> None:
 
     works: list[Any] = []
     with (
-        mock.patch.object(torch_compat, "backend_on", lambda *_: "nccl"),
-        mock.patch.object(torch_compat, "coalesces_on", lambda *_: True),
-        mock.patch.object(torch_compat, "coalesced", coalesced),
+        mock.patch.object(torch_groups, "backend_on", lambda *_: "nccl"),
+        mock.patch.object(torch_groups, "coalesces_on", lambda *_: True),
+        mock.patch.object(torch_groups, "coalesced", coalesced),
         mock.patch.object(dist, "all_reduce", all_reduce),
     ):
         collectives = _make("native")

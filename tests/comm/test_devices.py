@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _foreach_utils
 
-from hf_zero import torch_compat
+from hf_zero import torch_compat, torch_groups
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
@@ -31,7 +31,7 @@ def test_a_backend_that_can_gets_one_launch_of_what_is_reduced_together() -> Non
         launches.append(group)
 
     made.coalesces, made.backend = True, "xccl"
-    with mock.patch.object(torch_compat, "coalesced", coalesced):
+    with mock.patch.object(torch_groups, "coalesced", coalesced):
         made.all_reduce([torch.ones(3), torch.ones(5), torch.ones(2)], "unit").wait()
     assert launches == [made.group]
 
