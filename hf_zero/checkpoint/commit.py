@@ -249,14 +249,12 @@ def recover_one(final: Path) -> None:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "accelerate", "safetensors"):
+    for name in ("torch", "transformers", "accelerate", "safetensors", "hf_zero"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    import hf_zero
-
-    return {**found, "hf_zero": hf_zero.__version__}
+    return found
 
 
 def verify(folder: Path, world: World | None) -> Manifest:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_groups
+from hf_zero.comm import torch_groups
 from hf_zero.comm.beside.progress import counts_of
 from hf_zero.comm.beside.roll_call import missing
 from hf_zero.comm.beside.watch import Watch

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_zero import torch_groups
+from hf_zero.comm import torch_groups
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default_group, grid_over

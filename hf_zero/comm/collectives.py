@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_groups
+from hf_zero.comm import torch_groups
 from hf_zero.comm.agreements import Agreements
 from hf_zero.comm.exchange import Exchange, Work, named
 from hf_zero.layout import RowLayout

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_groups
+from hf_zero.comm import torch_groups
 from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
 

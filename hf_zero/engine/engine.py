@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -36,7 +35,7 @@ from hf_zero.engine.units.grouping import FoundParameter, find_parameters, group
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, tensors_in
 from hf_zero.engine.units.served import ServedParameters
-from hf_zero.engine.units.under_way import calls_of, has_raised, is_peeked_at
+from hf_zero.engine.units.under_way import CountedCalls, has_raised, is_peeked_at
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import ZeroError
 
@@ -73,8 +72,7 @@ class ZeroEngine:
         self._model = weakref.ref(model)
         self._handles: list[Any] = []
         self.user_hooks: list[Any] = []  # of parameters, see [Note: who holds hooks]
-        self._thread = 0  # on which the forward under way runs
-        self._roots: list[nn.Module] = []  # whose forwards are under way: the model, or parts that hold units
+        self._forwards = CountedCalls()  # of the model, or of parts that hold units
         self._hooks_of: dict[int, ModuleHooks] = {}
         self._unit_of: dict[int, Unit] = {}
         with torch.inference_mode(False):
@@ -226,13 +224,13 @@ class ZeroEngine:
         return self._cast(module, args, kwargs)
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._roots and self.gathering.has_nothing_to_do():
+        forwards = self._forwards
+        if not forwards.modules and self.gathering.has_nothing_to_do():
             return None
-        if self._roots and not self._is_forward_alive(module):
+        if forwards.modules and not forwards.are_alive(module):
             self._abandon_forward()
-        self._thread = threading.get_ident()
-        self._roots.append(module)
-        if len(self._roots) > 1 or torch_compat.in_backward():
+        forwards.begin(module)
+        if len(forwards.modules) > 1 or torch_compat.in_backward():
             return None
         self.backward.recover()
         model = self._model()
@@ -251,19 +249,13 @@ class ZeroEngine:
         self.gathering.schedule.begin(kind if module is model else f"{kind} of {id(module)}")
         return None
 
-    def _is_forward_alive(self, entering: nn.Module) -> bool:
-        """Whether the forward that the hooks have counted still runs; `entering` has been called, and is not counted yet."""
-        outermost = self._roots[0]
-        is_own_call = entering is outermost and self._thread == threading.get_ident()
-        return calls_of(outermost, self._thread) >= self._roots.count(outermost) + is_own_call
-
     def _has_changed(self, module: nn.Module, model: nn.Module) -> bool:
         # An evaluation of plain parameters computes with them as they are now.
         minds_dtypes = torch.is_grad_enabled() or not isinstance(self.backward, PlainBackward)
         try:
             return self._as_partitioned.has_changed(module is model, minds_dtypes)
         except ZeroError:
-            self._roots.clear()
+            self._forwards.modules.clear()
             raise
 
     def _start_anew(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -280,10 +272,10 @@ class ZeroEngine:
         return late.start_inside(model, module, args, kwargs)
 
     def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._roots:
+        if not self._forwards.modules:
             return  # its parameters were held
-        self._roots.pop()
-        if self._roots or torch_compat.in_backward():
+        self._forwards.modules.pop()
+        if self._forwards.modules or torch_compat.in_backward():
             return
         self.gathering.end_reads(has_raised(output))
         self.gathering.end_forward()
@@ -299,7 +291,7 @@ class ZeroEngine:
 
     def _abandon_forward(self) -> None:
         """Forget a forward that never came to its end."""
-        self._roots.clear()
+        self._forwards.modules.clear()
         self.gathering.reads.clear()
         self.gathering.end_forward()
         self.gathering.schedule.abandon()
@@ -311,7 +303,7 @@ class ZeroEngine:
     @property
     def is_at_rest(self) -> bool:
         """Whether no forward and no backward is under way."""
-        return not self._roots and self.backward.session is None
+        return not self._forwards.modules and self.backward.session is None
 
     def read(self, param: Tensor) -> Tensor:
         """The whole tensor of a parameter, while a forward or backward is under way; at rest, the parameter itself."""
@@ -342,11 +334,11 @@ class ZeroEngine:
         if self.backward.is_running:
             return True
         self.settle()
-        return bool(self._roots) and self._thread == threading.get_ident()
+        return self._forwards.are_here()
 
     def settle(self) -> None:
         """Put everything at rest, if a forward was under way that Ctrl-C has ended: torch does not run its hooks then."""
-        if self._roots and self._thread == threading.get_ident() and not calls_of(self._roots[0]):
+        if self._forwards.have_ended_unseen():
             self._abandon_forward()
 
     def whole_at_hand(self, param: Tensor) -> Tensor | None:

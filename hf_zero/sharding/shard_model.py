@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero import torch_groups
+from hf_zero.comm import torch_groups
 from hf_zero.comm.groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of

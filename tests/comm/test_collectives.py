@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero import torch_groups
-from hf_zero.comm import axes, select
+from hf_zero.comm import axes, select, torch_groups
 from hf_zero.comm.collectives import Collectives, Rows, in_messages
 from hf_zero.comm.exchange import Exchange, Work
 from hf_zero.comm.groups import cells_of

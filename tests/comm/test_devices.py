@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _foreach_utils
 
-from hf_zero import torch_compat, torch_groups
+from hf_zero import torch_compat
+from hf_zero.comm import torch_groups
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives

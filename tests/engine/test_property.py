@@ -389,7 +389,7 @@ class _Run:
         for engine in self.engines:
             assert engine.backward.session is None
             engine.settle()  # torch has not told of an interrupted forward
-            assert engine._roots == []
+            assert engine._forwards.modules == []
             for unit in engine.units:
                 assert not unit.is_leased, f"{unit.name} is leased"
                 may_stay = unit.keeps_whole or unit.is_shared or unit.index in engine.kept_for_backward

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 
-from hf_zero import torch_groups
+from hf_zero.comm import torch_groups
 from hf_zero.comm.groups import default_group
 
 Progress = dict[str, dict[str, int]]

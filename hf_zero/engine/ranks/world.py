@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero import torch_compat, torch_groups
-from hf_zero.comm import together
+from hf_zero import torch_compat
+from hf_zero.comm import together, torch_groups
 from hf_zero.comm.axes import Axes
 from hf_zero.comm.beside.progress import leave_out
 from hf_zero.comm.beside.service import Peers

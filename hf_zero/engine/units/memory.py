@@ -1,10 +1,15 @@
-"""The memory of gathered units: how many bytes they hold, and what becomes of those that are released."""
+"""The memory of gathered units: where each parameter lies in it, how many bytes it holds, what becomes of it when released."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import Rows
+from hf_zero.engine.parameters.records import ZeroParameter
 
 
 @dataclass
@@ -42,3 +47,36 @@ class GatheredMemory:
     def reset_peak(self) -> None:
         """Start a new `peak_bytes` at what is held now."""
         self.peak_bytes = self.bytes
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its unit's memory.
+
+    Attributes:
+        parameter: whose.
+        rows: the padded whole, flat, as the transport sees it.
+        own: this rank's rows of it.
+        whole: the whole, in its shape.
+    """
+
+    parameter: ZeroParameter
+    rows: Rows
+    own: Tensor
+    whole: Tensor
+
+
+def fill_own_rows(slots: Sequence[Slot]) -> None:
+    """Copy this rank's rows at rest into their place, in the compute dtype, unless they live there already."""
+    moved = [(slot.own, slot.parameter.local) for slot in slots]
+    moved = [(own, local) for own, local in moved if own.data_ptr() != local.data_ptr()]
+    if moved:
+        with torch.no_grad():
+            torch._foreach_copy_([own for own, _ in moved], [local for _, local in moved])
+
+
+def release_rows(slots: Iterable[Slot]) -> None:
+    """Let go of rows that were read from a disk."""
+    for slot in slots:
+        if (on_disk := slot.parameter.on_disk) is not None:
+            on_disk.release()

@@ -9,6 +9,7 @@ GPU autograd runs a backward on a thread of its own, while the one that called `
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -63,3 +64,34 @@ def assigned_to_module() -> object:
 def is_function_running(name: str) -> bool:
     """Whether a function of that name is under way on this thread."""
     return any(frame.f_code.co_name == name for frame in _frames(None))
+
+
+class CountedCalls:
+    """The calls of a model, or of parts of it, that hooks have counted, one within another, on the thread they run on.
+
+    Attributes:
+        modules: whose calls are under way, the outermost first.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self._thread = 0
+
+    def begin(self, module: nn.Module) -> None:
+        """A call of `module` begins, on this thread."""
+        self._thread = threading.get_ident()
+        self.modules.append(module)
+
+    def are_alive(self, entering: nn.Module) -> bool:
+        """Whether what was counted still runs; `entering` has been called on this thread, and is not counted yet."""
+        outermost = self.modules[0]
+        is_own_call = entering is outermost and self._thread == threading.get_ident()
+        return calls_of(outermost, self._thread) >= self.modules.count(outermost) + is_own_call
+
+    def are_here(self) -> bool:
+        """Whether any are under way, on this thread."""
+        return bool(self.modules) and self._thread == threading.get_ident()
+
+    def have_ended_unseen(self) -> bool:
+        """Whether calls counted on this thread have ended without their hooks, as Ctrl-C ends them."""
+        return self.are_here() and not calls_of(self.modules[0])

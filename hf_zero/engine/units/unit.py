@@ -12,8 +12,7 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -25,46 +24,13 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.memory import GatheredMemory
+from hf_zero.engine.units.memory import GatheredMemory, Slot, fill_own_rows, release_rows
 from hf_zero.engine.units.residency import NEXT, Lease, LiveCall, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
 from hf_zero.errors import ZeroError
 from hf_zero.layout import place
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A parameter's place in its unit's memory.
-
-    Attributes:
-        parameter: whose.
-        rows: the padded whole, flat, as the transport sees it.
-        own: this rank's rows of it.
-        whole: the whole, in its shape.
-    """
-
-    parameter: ZeroParameter
-    rows: Rows
-    own: Tensor
-    whole: Tensor
-
-
-def _fill_own_rows(slots: Sequence[_Slot]) -> None:
-    """Copy this rank's rows at rest into their place, in the compute dtype, unless they live there already."""
-    moved = [(slot.own, slot.parameter.local) for slot in slots]
-    moved = [(own, local) for own, local in moved if own.data_ptr() != local.data_ptr()]
-    if moved:
-        with torch.no_grad():
-            torch._foreach_copy_([own for own, _ in moved], [local for _, local in moved])
-
-
-def _release_rows(slots: Iterable[_Slot]) -> None:
-    """Let go of rows that were read from a disk."""
-    for slot in slots:
-        if (on_disk := slot.parameter.on_disk) is not None:
-            on_disk.release()
 
 
 class Unit:
@@ -111,7 +77,7 @@ class Unit:
         self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype]
         self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
         self._stale = list(parameters)  # of shared memory: what has changed since it was gathered
-        self._slots: dict[ZeroParameter, _Slot] = {}  # once there has been memory
+        self._slots: dict[ZeroParameter, Slot] = {}  # once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.config.policy.shards_parameters  # and gathers new rows at once
         self.tenure = Tenure.OWNED if self.keeps_whole else Tenure.RESIZED
@@ -234,12 +200,12 @@ class Unit:
         if items and self._world.nearby.num_ranks > 1:
             self._second = self._second or SecondCopy(items, self._world.nearby, self.name)
         if self._second is not None and self._second.epoch == self.epoch:
-            _fill_own_rows([slot for slot in chosen if not slot.parameter.is_sharded])
+            fill_own_rows([slot for slot in chosen if not slot.parameter.is_sharded])
             self._pending.append(self._second.gather())
         else:
-            _fill_own_rows(chosen)
+            fill_own_rows(chosen)
             if self._world.config.offload.is_anything:
-                _release_rows(chosen)
+                release_rows(chosen)
             if items:
                 self._pending.append(self._world.wired.gather(items, self.name))
                 self._arriving = self.epoch
@@ -254,7 +220,7 @@ class Unit:
         self.residency = new
 
     @torch.inference_mode(False)
-    def _make_slots(self) -> dict[ZeroParameter, _Slot]:
+    def _make_slots(self) -> dict[ZeroParameter, Slot]:
         """The tensors over this unit's memory, made once: its storage keeps its identity as memory comes and goes."""
         slots = {}
         for p, offset in zip(self._buffered, self._offsets, strict=True):
@@ -262,7 +228,7 @@ class Unit:
             values = torch_compat.tensor_on(self._storage, offset, (p.layout.numel,), p.compute_dtype)
             whole = p.layout.in_shape(values, p.layout.shape)
             rows = Rows(flat, p.layout, not is_quantised(p.param))
-            slots[p] = _Slot(p, rows, p.layout.rows_of(flat, p.rank), whole)
+            slots[p] = Slot(p, rows, p.layout.rows_of(flat, p.rank), whole)
         return slots
 
     def settle(self) -> None:
@@ -331,7 +297,7 @@ class Unit:
     def refresh(self) -> None:
         """Cast plain parameters again, as autocast would for every forward: nobody tells when users edit those."""
         if self.keeps_whole:
-            _fill_own_rows([s for s in self._slots.values() if not isinstance(s.parameter.param, DTensor)])
+            fill_own_rows([s for s in self._slots.values() if not isinstance(s.parameter.param, DTensor)])
 
     @torch.inference_mode(False)
     def read_whole(self, p: ZeroParameter) -> Tensor:
