@@ -112,6 +112,7 @@ def _run_job(call: bytes, launcher: dict[str, str], store: str) -> bytes | RankF
             dist.init_process_group("gloo", f"file://{store}", _GROUP_LIMIT, int(launcher["WORLD_SIZE"]), rank)
             dist.barrier()  # a rank that fails at once must not leave while its peers still connect to it
         fn, args, kwargs = pickle.loads(call)
+        gc.freeze()  # what it imported: each collection that accelerate asks for would go through it
         _seed()
         return pickle.dumps(fn(*args, **kwargs))
     except BaseException as error:
@@ -317,6 +318,7 @@ class _Body:
 
     def __call__(self, **arguments: Any) -> None:
         test = getattr(importlib.import_module(self.module), self.__qualname__)
+        gc.freeze()
         environment = dict(os.environ)
         for number, turn in enumerate(test.turns):
             if number:
