@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_zero.cli.options import at_least
 from hf_zero.config.zero_config import ZeroConfig, read_deepspeed
 from hf_zero.errors import ConfigError
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accelerate", type=Path, default=Path("accelerate.yaml"), metavar="FILE", help="(default: accelerate.yaml)"
     )
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), help="instead of being asked")
-    parser.add_argument("--num-processes", type=int, metavar="N", help="instead of being asked")
+    parser.add_argument("--num-processes", type=at_least(1), metavar="N", help="instead of being asked")
     parser.add_argument("--mixed-precision", choices=("no", "bf16"), help="instead of being asked")
     parser.set_defaults(run=run)
 
@@ -50,11 +51,13 @@ def run(args: argparse.Namespace, ask: Callable[[str], str] = input) -> int:
             print("Give the Trainer: " + " ".join(f"--{name} {value}" for name, value in imported.training.items()))
         print(f"\nWrote {args.out}. Run: hf-zero launch --num_processes N --zero {args.out} script.py ...")
         return 0
-    stage = args.stage or _choice(ask, f"{_STAGES}\nStage", ("1", "2", "3"), "3")
+    stage = args.stage or _choice(ask, f"{_STAGES}\nStage", ("1", "2", "3"), "3", "--stage")
     count = args.num_processes or _choice(
-        ask, "How many processes (one a GPU, or one a CPU core that computes)", None, "2"
+        ask, "How many processes (one a GPU, or one a CPU core that computes)", None, "2", "--num-processes"
     )
-    precision = args.mixed_precision or _choice(ask, "Compute in (no: float32)", ("no", "bf16"), "bf16")
+    precision = args.mixed_precision or _choice(
+        ask, "Compute in (no: float32)", ("no", "bf16"), "bf16", "--mixed-precision"
+    )
     _write(args.out, {"stage": int(stage), "expected_world_size": int(count)}, "See the README for all keys.")
     _write(args.accelerate, _accelerate(int(count), str(precision)), "For `accelerate launch --config_file`.")
     print(f"\nWrote {args.out} and {args.accelerate}. Run:")
@@ -62,9 +65,12 @@ def run(args: argparse.Namespace, ask: Callable[[str], str] = input) -> int:
     return 0
 
 
-def _choice(ask: Callable[[str], str], question: str, words: tuple[str, ...] | None, default: str) -> str:
+def _choice(ask: Callable[[str], str], question: str, words: tuple[str, ...] | None, default: str, option: str) -> str:
     hint = f" ({'/'.join(words)})" if words else ""
-    answer = ask(f"{question}{hint} [{default}]: ").strip().lower() or default
+    try:
+        answer = ask(f"{question}{hint} [{default}]: ").strip().lower() or default
+    except EOFError:
+        raise ConfigError(f"the input ended before an answer: give {option}, or answer at a terminal") from None
     if words is None and (not answer.isdecimal() or int(answer) < 1):
         raise ConfigError(f"{answer!r} is not a number of processes: use 1 or more")
     if words is not None and answer not in words:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hf_zero import __version__
+from hf_zero.cli.options import at_least
 from hf_zero.errors import ZeroError
 
 _OPTIONAL = {
@@ -38,7 +39,9 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--num-processes", type=int, default=2, metavar="N", help="ranks to try (default: 2; 0: none)")
+    parser.add_argument(
+        "--num-processes", type=at_least(0), default=2, metavar="N", help="ranks to try (default: 2; 0: none)"
+    )
     parser.set_defaults(run=run)
 
 

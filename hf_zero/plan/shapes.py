@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +16,11 @@ from hf_zero.engine.units.call import reads_in_backward
 from hf_zero.engine.units.grouping import group
 from hf_zero.errors import UsageError
 from hf_zero.plan.models import SIZES, config_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SIZE = re.compile(r"^(num|n|max|d)_|_(size|dim|layers?|heads|width|positions)$")  # of keys that count or measure
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,7 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         with torch.device("meta"):
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
     except (ValueError, KeyError) as error:
-        raise UsageError(f"PEFT cannot adapt {type(model).__name__}: {_first_line(error)}") from error
+        raise UsageError(f"PEFT cannot adapt {type(model).__name__}: {_shortly(error)}") from error
     return adapted.train()
 
 
@@ -163,17 +171,28 @@ def meta_model(name_or_folder: str) -> nn.Module:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"no configuration of {name_or_folder!r}: give a folder with a config.json, a name on the hub that this machine "
-            f"can reach (`hf auth login` for gated ones), or one of {', '.join(SIZES)} ({_first_line(error)})"
+            f"can reach (`hf auth login` for gated ones), or one of {', '.join(SIZES)} ({_shortly(error)})"
         ) from error
+    except Exception as error:  # transformers raises all kinds of errors for values that it does not expect
+        raise UsageError(f"the configuration of {name_or_folder!r} has a mistake: {_shortly(error)}") from error
+    _check_sizes(config, name_or_folder)
     names = [name for name in getattr(config, "architectures", None) or [] if hasattr(transformers, name)]
-    made = getattr(transformers, names[0])._from_config if names else transformers.AutoModelForCausalLM.from_config
     try:
+        made = getattr(transformers, names[0])._from_config if names else transformers.AutoModelForCausalLM.from_config
         with torch.device("meta"):
             model: nn.Module = made(config, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise UsageError(f"transformers cannot make {name_or_folder!r}: {_first_line(error)}") from error
+    except Exception as error:  # as above
+        raise UsageError(f"transformers cannot make {name_or_folder!r}: {_shortly(error)}") from error
     return model.train()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _check_sizes(config: PretrainedConfig, name_or_folder: str) -> None:
+    """Raise for a size below 0, of which a model of no layers, or an error of torch's, would be made."""
+    for key, value in vars(config).items():
+        if isinstance(value, int) and value < 0 and _SIZE.search(key):
+            raise UsageError(f"the configuration of {name_or_folder!r} has a mistake: {key} is {value}")
+
+
+def _shortly(error: Exception) -> str:
+    """An error of another library as part of a line."""
+    return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__
