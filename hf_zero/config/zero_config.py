@@ -361,6 +361,8 @@ def _unknown_key(key: object) -> str:
 
 
 def _from_mapping(mapping: object, source: str) -> tuple[ZeroConfig, DeepSpeedImport | None]:
+    if mapping is None:
+        raise ConfigError(f"{source}: is empty; write for example 'stage: 3'")
     if not isinstance(mapping, Mapping):
         raise ConfigError(
             f"{source}: holds a {type(mapping).__name__}, not keys with values; write for example 'stage: 3'"
