@@ -230,15 +230,17 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
     if len(cells) == 1 and config.replicate > 1:
         size, rest = divmod(count, config.replicate)
         if rest or size < 2:
-            along = "" if tensor_size == 1 else f", {tensor_size} of them to each part of a layer (tp_size)"
+            along = "" if tensor_size == 1 else f", {tensor_size} of them to each layer (tp_size), which leaves {count}"
+            instead = "for none, use stage 0" if tensor_size == 1 else "or leave replicate or tp_size out"
             raise ConfigError(
                 f"replicate is {config.replicate}, but {running}{along}: it must "
-                "divide them into replicas of two or more, over which parameters are cut (for none, use stage 0)"
+                f"divide them into replicas of two or more, over which parameters are cut ({instead})"
             )
         cells = [cells[0][start : start + size] for start in range(0, count, size)]
     if len(cells) > 1 and len(cells[0]) == 1:
+        instead = ", or use stage 0" if tensor_size == 1 else ""  # which cannot share layers
         raise ConfigError(
-            f"stage {config.stage} cuts parameters over the last axis of the mesh, which has one rank only: give it more, "
-            "or use stage 0"
+            f"stage {config.stage} cuts parameters over the last axis of the mesh, which has one rank only: give it "
+            f"more{instead}"
         )
     return cells

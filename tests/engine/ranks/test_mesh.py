@@ -219,3 +219,11 @@ def _reset() -> None:
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
+
+
+@on_ranks(4)
+def test_replicas_that_leave_nothing_to_cut_beside_a_tensor_axis_are_told_what_to_leave_out() -> None:
+    with pytest.raises(ConfigError, match=r"which leaves 2: .*or leave replicate or tp_size out"):
+        zero.shard_model(Net(), {"stage": 3, "replicate": 2, "tp_size": 2})
+    with pytest.raises(ConfigError, match="for none, use stage 0"):
+        zero.shard_model(Net(), {"stage": 3, "replicate": 4})
