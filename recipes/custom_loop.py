@@ -11,6 +11,7 @@ With `--resume` it goes on from the state of the last epoch, on any number of ra
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import inputs
@@ -33,7 +34,8 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--model_name_or_path", help="folder or hub name; default: a small Llama")
     parser.add_argument("--dataset_name", help="file or hub name; it has a column 'text'")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--num_train_epochs", type=int, default=2)
+    parser.add_argument("--max_steps", type=int, default=-1, help="instead of epochs")
     parser.add_argument("--max_train_samples", type=int, default=2000, help="rows to train on, at most")
     parser.add_argument("--batch_size", type=int, default=16, help="of one rank")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
@@ -64,19 +66,25 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     batches, held_out_batches = loader(train, True), loader(held_out, False)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 20, args.epochs * len(batches))
+    ranks = accelerator.num_processes  # the scheduler steps once for each of them
+    total = args.max_steps * ranks if args.max_steps > 0 else args.num_train_epochs * len(batches)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 20, total)
     model, optimizer, batches, held_out_batches, scheduler = accelerator.prepare(
         model, optimizer, batches, held_out_batches, scheduler
     )
     steps = len(batches)
+    last = args.max_steps if args.max_steps > 0 else args.num_train_epochs * steps
     state = Path(args.output_dir, "state")
     if args.resume:
         accelerator.load_state(state)
-    first_epoch = scheduler.scheduler.last_epoch // (steps * accelerator.num_processes)  # it steps once for each rank
+    first_epoch = scheduler.scheduler.last_epoch // (steps * ranks)
 
-    for epoch in range(first_epoch, args.epochs):
+    for epoch in range(first_epoch, -(-last // steps)):
         model.train()
-        progress = tqdm(batches, desc=f"epoch {epoch}", disable=not accelerator.is_main_process)
+        rest = itertools.islice(batches, last - epoch * steps)
+        progress = tqdm(
+            rest, total=min(steps, last - epoch * steps), desc=f"epoch {epoch}", disable=not accelerator.is_main_process
+        )
         for step, batch in enumerate(progress):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
@@ -85,11 +93,13 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            if step % 10 == 0 or step == steps - 1:
+            done = epoch * steps + step + 1
+            if step % 10 == 0 or done % steps == 0 or done == last:
                 mean = accelerator.reduce(loss.detach(), "mean").item()
                 progress.set_postfix(loss=f"{mean:.3f}")
-                history.log(epoch * steps + step + 1, mean)
-        accelerator.save_state(state)  # all ranks write it together
+                history.log(done, mean)
+        if last >= (epoch + 1) * steps:
+            accelerator.save_state(state)  # all ranks write it together
         accelerator.print(f"epoch {epoch}: held-out loss {evaluate(accelerator, model, held_out_batches):.4f}")
 
     accelerator.unwrap_model(model).save_pretrained(args.output_dir)  # all ranks; plain from_pretrained loads it

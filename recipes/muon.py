@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--model_name_or_path", help="folder or hub name; default: a small Llama")
     parser.add_argument("--dataset_name", help="file or hub name; it has a column 'text'")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--max_steps", type=int, default=120)
     parser.add_argument("--batch_size", type=int, default=16, help="of one rank")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--plot", action="store_true", help="draw loss and memory as history.png")
@@ -56,7 +56,7 @@ def main() -> None:
 
     sampler = DistributedSampler(train)
     batches = DataLoader(train["text"][:], args.batch_size, sampler=sampler, drop_last=True)
-    progress = tqdm(range(1, args.steps + 1), disable=rank > 0)
+    progress = tqdm(range(1, args.max_steps + 1), disable=rank > 0)
     for step, texts in zip(progress, forever(batches, sampler), strict=False):
         batch = tokenizer(
             [text + tokenizer.eos_token for text in texts],
@@ -70,7 +70,7 @@ def main() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if step % 10 == 0 or step == args.steps:
+        if step % 10 == 0 or step == args.max_steps:
             mean = loss.detach() / dist.get_world_size()
             dist.all_reduce(mean)
             progress.set_postfix(loss=f"{mean.item():.3f}")

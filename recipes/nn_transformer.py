@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zero", default="configs/nn_transformer.yaml", help="ZeRO configuration")
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--max_steps", type=int, default=400)
     parser.add_argument("--plot", action="store_true", help="draw loss and memory as history.png")
     args = parser.parse_args()
 
@@ -66,13 +66,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     torch.manual_seed(1 + rank)  # other numbers on each rank
-    progress = tqdm(range(1, args.steps + 1), disable=rank > 0)
+    progress = tqdm(range(1, args.max_steps + 1), disable=rank > 0)
     for step in progress:
         loss = loss_of(model, torch.randint(NUMBERS, (64, LENGTH), device=device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 20 == 0 or step == args.steps:
+        if step % 20 == 0 or step == args.max_steps:
             mean = loss.detach() / dist.get_world_size()
             dist.all_reduce(mean)
             progress.set_postfix(loss=f"{mean.item():.3f}")

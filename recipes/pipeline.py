@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1, help="parts of the model a rank; above 1: interleaved")
     parser.add_argument("--model_name_or_path", help="folder or hub name; default: a small Llama")
     parser.add_argument("--dataset_name", help="file or hub name; it has a column 'text'")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--batch_size", type=int, default=4, help="of one micro-batch")
     parser.add_argument("--micro_batches", type=int, default=4, help="of a step")
     parser.add_argument("--block_size", type=int, default=128, help="tokens of an example")
@@ -70,7 +70,7 @@ def main() -> None:
     history = History(args.plot)
     batch = args.batch_size * args.micro_batches
     is_first, is_last = (index in indices for index in (0, num_parts - 1))
-    for step in range(args.steps):
+    for step in range(args.max_steps):
         first = (step * ranks + mesh["rank"].get_local_rank()) * batch  # the stages of a pipeline see the same batch
         rows = blocks[torch.arange(first, first + batch) % len(blocks)]
         losses: list[Tensor] = []
@@ -80,7 +80,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = torch.stack(losses).mean() if is_last else torch.zeros((), device=state.device)
         dist.all_reduce(loss)  # the ranks of the last stage have it
-        if step % 10 == 0 or step == args.steps - 1:
+        if step % 10 == 0 or step == args.max_steps - 1:
             state.print(f"step {step + 1}: loss {loss.item() / ranks:.4f}, gradient norm {norm.item():.3f}")
             history.log(step + 1, loss.item() / ranks)
 

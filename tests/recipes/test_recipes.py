@@ -159,6 +159,12 @@ def test_embedding_leaves_what_plain_sentence_transformers_loads(tmp_path: Path)
     assert made.encode(["make a list"]).shape == (1, 128)
 
 
+@pytest.mark.parametrize("name", ["muon", "nn_transformer", "pipeline", "custom_loop"])
+def test_loops_of_their_own_call_the_number_of_steps_as_the_trainer_does(name: str) -> None:
+    text = (RECIPES / f"{name}.py").read_text()
+    assert '"--max_steps"' in text and '"--steps"' not in text and '"--epochs"' not in text
+
+
 def test_custom_loop_goes_on_where_it_stopped(tmp_path: Path) -> None:
     argv = ['--zero={"stage": 3}', _few_rows("custom_loop", tmp_path), "--batch_size=4", "--learning_rate=1e-3"]
     printed, out = _train("custom_loop", tmp_path, argv)
@@ -175,7 +181,7 @@ def test_custom_loop_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_nn_transformer_leaves_a_state_dict_of_plain_torch(tmp_path: Path) -> None:
     zero = f"--zero={RECIPES.parent / 'configs' / 'nn_transformer.yaml'}"
-    printed, out = _train("nn_transformer", tmp_path, [zero, "--steps=2"])
+    printed, out = _train("nn_transformer", tmp_path, [zero, "--max_steps=2"])
     assert "plain PyTorch sorts" in printed
     state = torch.load(out / "model.pt", weights_only=True)
     assert all(type(value) is torch.Tensor for value in state.values())
@@ -190,7 +196,7 @@ def test_nn_transformer_leaves_a_state_dict_of_plain_torch(tmp_path: Path) -> No
     ],
 )
 def test_muon_leaves_what_from_pretrained_loads(stage: int, tmp_path: Path) -> None:
-    argv = [f'--zero={{"stage": {stage}}}', _few_rows("muon", tmp_path), "--steps=2", "--batch_size=4"]
+    argv = [f'--zero={{"stage": {stage}}}', _few_rows("muon", tmp_path), "--max_steps=2", "--batch_size=4"]
     printed, out = _train("muon", tmp_path, argv)
     assert "trained: 2 steps" in printed
     _assert_changed(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out / "start"))
@@ -277,7 +283,7 @@ def test_vit_reads_over_95_percent_of_the_digits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_pipeline_of_two_stages_leaves_what_from_pretrained_loads(chunks: int, tmp_path: Path) -> None:
     few = [
-        "--steps=3",
+        "--max_steps=3",
         "--batch_size=1",
         "--micro_batches=2",
         "--block_size=8",
