@@ -83,6 +83,7 @@ def serve(pipe_fd: int, folder: str) -> None:
     importlib.import_module("transformers")
     torch.set_num_threads(1)
     gc.freeze()  # collections between jobs then skip what the imports made
+    gc.enable()
     pipe.send_bytes(_NOTHING)
     while True:
         reply = _run_job(*pickle.loads(inbox.get()))
@@ -162,7 +163,8 @@ class _Worker:
         self.log = Path(self.folder, "log")
         self._pipe, far_end = Pipe()
         fd = far_end.fileno()
-        code = f"import sys; sys.path.insert(0, {_ROOT!r}); from tests.ranks import serve; serve({fd}, {self.folder!r})"
+        code = "import gc, sys; gc.disable(); "  # while it imports
+        code += f"sys.path.insert(0, {_ROOT!r}); from tests.ranks import serve; serve({fd}, {self.folder!r})"
         with far_end, self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-X", "faulthandler", "-c", code],
