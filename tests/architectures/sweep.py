@@ -86,7 +86,7 @@ def check(model_type: str, stage: int) -> str:
     optimizers = [torch.optim.SGD(_trained(each), lr=lr) for each in (model, reference)]
     for step in range(STEPS):
         loss_of(forward(model, inputs[step][rank], step)).backward()
-        _backward_all(reference, inputs[step], rank, step)
+        _backward_all(reference, inputs[step], step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -104,10 +104,10 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def _backward_all(model: nn.Module, inputs: list[Inputs], rank: int, step: int) -> None:
-    """Gradients of all ranks' batches; buffers (running means) become those that the batch of `rank` leaves."""
+def _backward_all(model: nn.Module, inputs: list[Inputs], step: int) -> None:
+    """Gradients of all ranks' batches; buffers (running means) become those that rank 0's batch leaves, as under DDP."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for each in [*(other for other in range(len(inputs)) if other != rank), rank]:
+    for each in reversed(range(len(inputs))):
         for name, buffer in model.named_buffers():
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
@@ -156,7 +156,7 @@ def _learning_rate(tiny: TinyModel) -> float:
                     param.mul_(1 + noise * torch.randn(param.shape, generator=generator))
             optimizer = torch.optim.SGD(_trained(model), lr=lr)
             for step in range(STEPS):
-                _backward_all(model, [tiny.inputs(_seed(step, rank)) for rank in range(NUM_RANKS)], 0, step)
+                _backward_all(model, [tiny.inputs(_seed(step, rank)) for rank in range(NUM_RANKS)], step)
                 optimizer.step()
                 optimizer.zero_grad()
             results.append(_whole_params(model) | _evaluate(model, tiny.inputs(_seed(STEPS, 0))))
