@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_zero.engine.engine import engine_of as engine_of
     from hf_zero.engine.gathered_parameters import GatheredParameters as GatheredParameters
     from hf_zero.engine.modules.forward_method import register_forward_method as register_forward_method
+    from hf_zero.errors import CheckpointError as CheckpointError
     from hf_zero.errors import CollectiveError as CollectiveError
     from hf_zero.errors import ConfigError as ConfigError
     from hf_zero.errors import OffloadError as OffloadError
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 # Imported at first use, so that importing hf_zero does not import torch (PEP 562).
 _HOME = {
+    "CheckpointError": "hf_zero.errors",
     "CollectiveError": "hf_zero.errors",
     "ConfigError": "hf_zero.errors",
     "GatheredParameters": "hf_zero.engine.gathered_parameters",

@@ -171,10 +171,13 @@ def test_import_does_not_load_torch(module: str) -> None:
 
 def test_every_public_name_can_be_imported() -> None:
     import hf_zero
+    import hf_zero.errors
 
     assert sorted(hf_zero.__all__) == list(hf_zero.__all__)
     for name in hf_zero.__all__:
         assert getattr(hf_zero, name).__name__ == name
+    errors = {name for name, found in vars(hf_zero.errors).items() if isinstance(found, type)}
+    assert errors <= set(hf_zero.__all__)
     with pytest.raises(AttributeError, match="no_such"):
         _ = hf_zero.no_such
 
