@@ -3,14 +3,17 @@
 [Note: activations] Counted is every storage that a saved tensor refers to, once, but for parameters and buffers. With
 activation checkpointing a block keeps its inputs only, and while one block computes again, what it keeps is there in full: the
 inputs of all blocks, what lies outside of blocks, and the largest block. Memory within an operation is not counted.
+Products grouped by expert, which torch knows in bfloat16 only where there are no values, keep what they multiply.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -88,6 +91,24 @@ class _Count:
         return Kept(self.outside + inside, self.largest)
 
 
+class _Grouped(torch.autograd.Function):
+    """A product of rows grouped by expert: keeps both factors, as torch's own does, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
+class _GroupedByShape(TorchFunctionMode):
+    """Within: grouped products of rows [S, K] with experts' weights [E, K, N] are made by shape, in every dtype."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").lstrip("_") == "grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
+            return _Grouped.apply(*args[:2])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
 def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = False) -> Kept:
     """What a forward of a batch keeps for the backward.
 
@@ -110,6 +131,7 @@ def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = 
         with (
             torch_compat.fake_tensors() as convert,
             torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor),
+            _GroupedByShape(),
         ):
             named = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
             for tensor in named.values():

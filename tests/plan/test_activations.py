@@ -1,0 +1,50 @@
+"""Activations counted by shape, beside those that a forward with values keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+from hf_zero.plan.activations import _Count, activations
+
+_SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
+_KINDS = {
+    "mixtral": (MixtralConfig, {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "num_key_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_experts_keep_what_a_forward_with_values_keeps(kind: str, dtype: torch.dtype) -> None:
+    make, more = _KINDS[kind]
+    config: Any = make(**_SMALL, **more, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    count = _Count()
+    for tensor in (*model.parameters(), *model.buffers()):
+        count.leave_out(tensor)
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor):
+        model(input_ids=tokens, labels=tokens)
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    by_shape = activations(planned, {"input_ids": tokens.to("meta"), "labels": tokens.to("meta")}).total
+    assert by_shape == pytest.approx(count.result(False).total, rel=0.05)
