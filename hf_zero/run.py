@@ -6,13 +6,16 @@ import argparse
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from hf_zero.config.files import CONFIG_VARIABLE
 from hf_zero.errors import ConfigError, UsageError
 
 _HELP = ("-h", "--help")
+_GONE = ("closed by peer", "reset by peer", "Broken pipe")  # as gloo words it
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,6 +64,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
 
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends a program: in one line where its trace would only hide another rank's, or was asked for by Ctrl-C."""
+    if issubclass(kind, KeyboardInterrupt):
+        places = [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(trace)]
+        at = next((place for place in places if place.startswith(os.path.abspath(sys.argv[0]))), "")
+        print(f"hf_zero: interrupted{f' at {at}' if at else ''}, in {places[-1] if places else '?'}", file=sys.stderr)
+    elif "gloo/transport" in str(error) and any(word in str(error) for word in _GONE):
+        print("hf_zero: a peer has ended in the middle of an exchange: its own error says why", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hf_zero.run", description=__doc__, allow_abbrev=False)
     parser.add_argument(
@@ -74,4 +89,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    sys.excepthook = _tell  # torch calls it, too, and writes the rank before each line
     main()

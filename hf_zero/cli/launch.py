@@ -1,13 +1,28 @@
-"""`hf-zero launch`: `accelerate launch` with `--zero`, for any script."""
+"""`hf-zero launch`: `accelerate launch` with `--zero`, for any script.
+
+It looks at the configuration and the script before it starts processes, and ends with one sentence, not with the launchers'
+tracebacks: what went wrong in a process is what that process has printed.
+"""
 
 from __future__ import annotations
 
+import ast
+import logging
 import os
+import signal
+import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from hf_zero.config.files import CONFIG_VARIABLE
-from hf_zero.errors import UsageError
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.errors import ConfigError, UsageError
+
+_ELASTIC = "torch.distributed.elastic"  # logs what the sentence says, in other words
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -18,11 +33,15 @@ def launch(argv: Sequence[str]) -> int:
     Args:
         argv: options of `accelerate launch`, `--zero FILE`, the script, and the script's own arguments.
 
+    Returns:
+        The exit code: 0, 1 if a process has failed, 130 after Ctrl-C.
+
     Raises:
-        UsageError: there is no configuration, or the script is no Python script.
+        ConfigError: the configuration has a mistake, or wants another number of processes.
+        UsageError: there is no configuration, or the script cannot be run.
     """
     import torch
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
     parser.prog = "hf-zero launch"
@@ -35,6 +54,10 @@ def launch(argv: Sequence[str]) -> int:
         raise UsageError("launch runs Python scripts only: leave out --no_python")
     if args.use_fsdp or args.use_deepspeed or args.use_megatron_lm:
         raise UsageError("launch cannot be combined with FSDP, DeepSpeed or Megatron-LM: leave their options out")
+    _look_at_configuration(source, args.num_processes)
+    _look_at_script(args.training_script, args.module)
+    if args.config_file is not None and not os.path.isfile(args.config_file):
+        raise UsageError(f"--config_file {args.config_file}: no such file")
     zero = ["--zero", os.path.abspath(source) if os.path.exists(source) else source]
     if args.num_processes is not None:
         zero += ["--expect", str(args.num_processes)]
@@ -46,5 +69,58 @@ def launch(argv: Sequence[str]) -> int:
         if args.config_file is None and (args.num_processes or 1) > 1:
             args.cpu, args.multi_gpu = False, True  # accelerate starts one process for `--cpu --num_processes 2`
     sys.stdout.flush()
-    launch_command(args)
+    return _start(args)
+
+
+def _look_at_configuration(source: str, num_processes: int | None) -> None:
+    if num_processes is not None and num_processes < 1:
+        raise UsageError(f"--num_processes is {num_processes}: give 1 or more")
+    wanted = ZeroConfig.load(source).expected_world_size
+    if None not in (wanted, num_processes) and wanted != num_processes:
+        raise ConfigError(
+            f"expected_world_size is {wanted}, but --num_processes is {num_processes}: change one of them"
+        )
+
+
+def _look_at_script(script: str, is_module: bool) -> None:
+    if is_module:
+        if PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+            raise UsageError(f"there is no module {script!r} to run")
+        return
+    path = Path(script)
+    if not path.exists():
+        raise UsageError(f"{script}: no such script (the working directory is {os.getcwd()})")
+    if path.is_file():
+        try:
+            ast.parse(path.read_bytes(), script)
+        except (SyntaxError, ValueError) as error:
+            line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+            raise UsageError(f"{script}{line}: is not Python: {getattr(error, 'msg', error)}") from None
+
+
+def _start(args: Namespace) -> int:
+    """Run the processes to their end; what ends them too early is told in one sentence."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if not any(name in os.environ for name in ("LOGLEVEL", "TORCH_LOGS")):
+        logging.getLogger(_ELASTIC).setLevel(logging.CRITICAL)
+    try:
+        launch_command(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        print(f"hf-zero: rank {rank} failed first ({how}); what it said is above", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        if error.returncode == -signal.SIGINT:
+            raise KeyboardInterrupt from None
+        print(f"hf-zero: the script failed (exit code {error.returncode}); what it said is above", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        print(f"hf-zero: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
