@@ -52,7 +52,12 @@ def plain(model_type: str) -> tuple[str, str]:
     signal.setitimer(signal.ITIMER_REAL, PLAIN_S)
     try:
         tiny = build(model_type)
-        _learning_rate(tiny)
+        try:
+            _learning_rate(tiny)
+        except (CannotBuildError, TooSlowError):
+            raise
+        except Exception as error:  # such as of a type whose evaluation takes other inputs
+            raise CannotBuildError(f"it does not run unsharded: {type(error).__name__}: {error}") from error
         return type(tiny.model).__name__, ""
     except (CannotBuildError, TooSlowError) as error:
         return "", str(error)
