@@ -69,7 +69,11 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if issubclass(kind, KeyboardInterrupt):
         places = [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(trace)]
         at = next((place for place in places if place.startswith(os.path.abspath(sys.argv[0]))), "")
-        print(f"hf_zero: interrupted{f' at {at}' if at else ''}, in {places[-1] if places else '?'}", file=sys.stderr)
+        inside = places[-1] if places else "?"
+        print(
+            f"hf_zero: interrupted at {at or inside}{f', in {inside}' if at not in ('', inside) else ''}",
+            file=sys.stderr,
+        )
     elif "gloo/transport" in str(error) and any(word in str(error) for word in _GONE):
         print("hf_zero: a peer has ended in the middle of an exchange: its own error says why", file=sys.stderr)
     else:
