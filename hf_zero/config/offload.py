@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hf_zero.config import values
 
 _PLACES = ("none", "host", "disk")
+_OTHER_WORDS = {"cpu": "host"}  # as DeepSpeed and FSDP2 call the host's memory
 _LEAST_SLOT_BYTES = 2**18
 
 
@@ -20,10 +21,12 @@ class Offload:
     Attributes:
         optimizer: states of elementwise optimizers, and masters of another dtype than modules compute in (stages 1, 2).
         parameters: rows of parameters at rest (stage 3).
-        ratio: the part of the optimizer's states that is offloaded, in whole parameters; the rest stays on the device.
+        ratio: the part of the optimizer's states that is offloaded, in whole parameters; the rest stays on the device. For
+            "host" they are counted from the model's end, whose gradients come first.
         path: folder on a disk, for "disk"; made if missing. Only space in it is used: no file ever shows there.
         slot_bytes: bytes of the states that are read, stepped on and written back at a time.
         slots: so many of them are held in memory.
+        pin: host memory that a device copies to and from is locked, without which copies wait for each other.
 
     Source: ZeRO-Offload (arXiv:2101.06840), ZeRO-Infinity (arXiv:2104.07857).
     """
@@ -34,14 +37,16 @@ class Offload:
     path: str | None = None
     slot_bytes: int = 32 * 2**20
     slots: int = 3
+    pin: bool = True
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "optimizer", values.word("offload.optimizer", self.optimizer, words=_PLACES))
-        set_(self, "parameters", values.word("offload.parameters", self.parameters, words=_PLACES))
+        set_(self, "optimizer", _place("offload.optimizer", self.optimizer))
+        set_(self, "parameters", _place("offload.parameters", self.parameters))
         set_(self, "ratio", values.positive("offload.ratio", self.ratio, or_zero=True))
         set_(self, "slot_bytes", values.num_bytes("offload.slot_bytes", self.slot_bytes, minimum=_LEAST_SLOT_BYTES))
         set_(self, "slots", values.count("offload.slots", self.slots, minimum=3, unit="slots"))
+        set_(self, "pin", values.boolean("offload.pin", self.pin))
         if self.ratio > 1:
             values.fail("offload.ratio", self.ratio, "is above 1, which is all")
         if isinstance(self.path, os.PathLike):
@@ -51,6 +56,8 @@ class Offload:
         is_default = all(getattr(self, field.name) == field.default for field in dataclasses.fields(self))
         if not self.is_anything and not is_default:
             values.fail("offload.optimizer", "none", "offloads nothing, though other keys say how; use host or disk")
+        if not self.pin and self.is_anything and "host" not in (self.optimizer, self.parameters):
+            values.fail("offload.pin", self.pin, "is about host memory, to which nothing is offloaded; leave it out")
         if "disk" in (self.optimizer, self.parameters) and self.path is None:
             values.fail(
                 "offload.path", self.path, "is missing; name a folder on a fast disk for what is offloaded to it"
@@ -73,3 +80,8 @@ class Offload:
     def to_value(self) -> Any:
         """The YAML form that `from_value` reads back."""
         return dataclasses.asdict(self) if self.is_anything else "none"
+
+
+def _place(key: str, value: object) -> str:
+    known = _OTHER_WORDS.get(value, value) if isinstance(value, str) else value
+    return values.word(key, known, words=_PLACES)

@@ -75,6 +75,12 @@ def _translate_block(reader: Reader, key: str, value: object, what: str, found: 
             found["slots"] = count
         note = f"offload.slots={count}" if what == "optimizer" else "parameters need no buffers of their own"
         reader.row(f"{key}.buffer_count", block["buffer_count"], note)
+    if block.get("pin_memory") is not None:
+        is_pinned = reader.flag(f"{key}.pin_memory", block["pin_memory"])
+        if place == "host":  # one key for both: what is pinned for one is for the other
+            found["pin"] = is_pinned or found.get("pin", False)
+        note = f"offload.pin={str(is_pinned).lower()}" if place == "host" else "files are read past the page cache"
+        reader.row(f"{key}.pin_memory", block["pin_memory"], note)
     reader.judge(f"{key}.", block, OFFLOAD_RULES)
 
 

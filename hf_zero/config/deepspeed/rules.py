@@ -197,13 +197,12 @@ OFFLOAD_RULES = {
     "cpuadam_cores_perc": Rule("differs", "torch's own optimizers are used"),
     "fast_init": _flag("differs", "states are made in the first step"),
     "max_in_cpu": Rule("differs", "the system keeps in memory what fits"),
-    "pin_memory": _flag("differs", "there is no other memory to copy to on CPU ranks"),
     "pipeline": _flag("differs", "reads, steps and writes always overlap", None),
     "pipeline_read": _flag("differs", "reads, steps and writes always overlap", None),
     "pipeline_write": _flag("differs", "reads, steps and writes always overlap", None),
     "super_offload": _flag("refused", "is not supported; set it to false"),
 }
-OFFLOAD_TRANSLATED = ("buffer_count", "device", "nvme_path", "ratio")
+OFFLOAD_TRANSLATED = ("buffer_count", "device", "nvme_path", "pin_memory", "ratio")
 
 # Trainer arguments of every optimizer, then what goes into its `optim_args`.
 OPTIMIZER_PARAMS = {"lr": "learning_rate", "weight_decay": "weight_decay"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 
@@ -32,8 +33,16 @@ def check_offload(world: World) -> None:
         raise ConfigError(
             "offload.parameters is disk, but ranks share parameters in memory (HF_ZERO_COLLECTIVES=host): use pairwise"
         )
-    if "host" in (offload.optimizer, offload.parameters):
-        logger.info("offload to host: these ranks compute on the CPU, so what is to be in host memory is there already")
+    for what in ("optimizer", "parameters"):
+        if getattr(offload, what) == "host" and world.rank == 0:
+            _say_once(
+                f"offload.{what}: these ranks compute on the CPU, so all is in host memory already: nothing changes"
+            )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 def offload_parameters(parameters: Iterable[ZeroParameter], world: World) -> None:

@@ -383,6 +383,18 @@ def test_quantised_exchange_means_ours() -> None:
     ("block", "offload"),
     [
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, {"optimizer": "host"}),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            {"optimizer": "host", "pin": False},
+        ),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5},
+                "offload_param": {"device": "cpu", "pin_memory": True},
+            },
+            {"optimizer": "host", "parameters": "host", "ratio": 0.5},
+        ),
         ({"stage": 1, "cpu_offload": True}, {"optimizer": "host"}),
         ({"stage": 3, "cpu_offload": False, "cpu_offload_param": True}, {"parameters": "host"}),
         ({"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}, None),
@@ -391,7 +403,13 @@ def test_quantised_exchange_means_ours() -> None:
         (
             {
                 "stage": 3,
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/x", "ratio": 0.5, "buffer_count": 5},
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "nvme_path": "/x",
+                    "ratio": 0.5,
+                    "buffer_count": 5,
+                    "pin_memory": False,
+                },
                 "offload_param": {"device": "nvme", "nvme_path": "/x", "buffer_count": 7, "max_in_cpu": 1e9},
             },
             {"optimizer": "disk", "parameters": "disk", "path": "/x", "ratio": 0.5, "slots": 5},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import tempfile
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero import torch_compat
+from hf_zero.engine.parameters import on_disk
 from hf_zero.optim.offloaded.from_disk import DiskStepping
 from tests.engine.twins import SHARDED
 from tests.ranks import alone, on_ranks
@@ -482,6 +484,8 @@ def test_a_full_disk_is_an_error_on_all_ranks_before_anything_changes() -> None:
         ({"offload": {"optimizer": "disk", "path": " "}}, "is not a folder"),
         ({"offload": {"optimizer": "host", "slots": 2}}, "at least 3"),
         ({"offload": {"optimizer": "host", "slot_bytes": 10}}, "at least 262144"),
+        ({"offload": {"optimizer": "cpu", "pin": 1}}, "'offload.pin': 1 is not a boolean"),
+        ({"offload": {**DISK, "pin": False}}, "'offload.pin': False is about host memory"),
         ({"offload": ALL_ON_DISK, "collectives": "host"}, "keeps parameters in memory"),
         ({"offload": DISK, "async_save": True}, "copies what is saved into memory"),
     ],
@@ -495,6 +499,30 @@ def test_a_config_with_offload_is_written_and_read_back(tmp_path: Path) -> None:
     config = zero.ZeroConfig(offload=ALL_ON_DISK)  # type: ignore[arg-type]
     assert zero.ZeroConfig.from_dict(config.to_dict()) == config
     assert zero.ZeroConfig().to_dict()["offload"] == "none"
+
+
+def test_cpu_is_another_word_for_host() -> None:
+    config = zero.ZeroConfig.from_dict({"offload": {"optimizer": "cpu", "parameters": "cpu"}})
+    assert config == zero.ZeroConfig.from_dict({"offload": {"optimizer": "host", "parameters": "host"}})
+
+
+@on_ranks(2)
+def test_on_cpu_ranks_host_changes_nothing_and_says_so_once() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_zero.engine.parameters.on_disk")
+    on_disk._say_once.cache_clear()  # earlier tests of this process may have heard it
+    logger.addHandler(handler)
+    try:
+        in_memory = _trained({"stage": 3}, OPTIMIZERS["adamw"])
+        for _ in range(2):
+            offload = {"optimizer": "cpu", "parameters": "cpu"}
+            _assert_same(_trained({"stage": 3, "offload": offload}, OPTIMIZERS["adamw"]), in_memory)
+    finally:
+        logger.removeHandler(handler)
+    known = [text for text in said if "these ranks compute on the CPU" in text]
+    assert len(known) == (2 if torch.distributed.get_rank() == 0 else 0)
 
 
 @alone()
