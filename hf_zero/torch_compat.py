@@ -232,6 +232,11 @@ def num_holders(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Whether other tensors than this one hold its memory."""
+    return num_holders(tensor.untyped_storage()) > 2  # it, and Python's object of the storage
+
+
 def gradient_node(leaf: Tensor) -> Any:
     """The node of the graph that adds to `.grad` of a leaf."""
     with torch.inference_mode(False):

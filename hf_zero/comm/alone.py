@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_zero.comm.agreements import Combined, Mail
 from hf_zero.comm.collectives import Collectives, Rows, divide
-from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.exchange import Exchange, InFlight
 from hf_zero.comm.ledger import Ledger, LedgerLine
 
 
@@ -28,6 +28,7 @@ class AloneCollectives(Collectives):
     def __init__(self, number: int, device: torch.device, ledger: Ledger) -> None:
         self.device, self.ledger = device, ledger
         self.ranks, self.rank, self.num_ranks = (number,), 0, 1
+        self.in_flight = InFlight()
         self.backend, self.coalesces, self.reason, self.sequence_hash = "one process", False, "", 0
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +26,8 @@ class NativeCollectives(Collectives):
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
+        if self.device.type != "cpu" and any(item.flat.device.type == "cpu" for item in items):
+            return self._gather_by_way_of_device(items, unit)
         calls: list[Callable[[], dist.Work | None]] = []
         received = 0
         description = self._describe("gather", unit)
@@ -37,6 +40,14 @@ class NativeCollectives(Collectives):
             received += item.flat.nbytes - own.nbytes
         parts = self._start_all(description, calls, self.gather_group)
         return self._exchange(description, parts, self.ledger.add("gather", unit, received), keep=items)
+
+    def _gather_by_way_of_device(self, items: Sequence[Rows], unit: str) -> Exchange:
+        """Gather what rests in host memory, over the device's transport, and wait for it."""
+        flats = [item.flat.to(self.device) for item in items]
+        self.gather([replace(item, flat=flat) for item, flat in zip(items, flats, strict=True)], unit).wait()
+        for item, flat in zip(items, flats, strict=True):
+            item.flat.copy_(flat)
+        return Exchange(self._describe("gather", unit), self.timeout_s)
 
     def _gather_around(self, flat: Tensor, own: Tensor) -> dist.Work | None:
         if self.backend != "gloo":

@@ -56,7 +56,7 @@ class Offload:
         is_default = all(getattr(self, field.name) == field.default for field in dataclasses.fields(self))
         if not self.is_anything and not is_default:
             values.fail("offload.optimizer", "none", "offloads nothing, though other keys say how; use host or disk")
-        if not self.pin and self.is_anything and "host" not in (self.optimizer, self.parameters):
+        if not self.pin and self.is_anything and not self.goes_to_host:
             values.fail("offload.pin", self.pin, "is about host memory, to which nothing is offloaded; leave it out")
         if "disk" in (self.optimizer, self.parameters) and self.path is None:
             values.fail(
@@ -67,6 +67,11 @@ class Offload:
     def is_anything(self) -> bool:
         """Whether anything is offloaded."""
         return (self.optimizer, self.parameters) != ("none", "none")
+
+    @property
+    def goes_to_host(self) -> bool:
+        """Whether anything is offloaded to host memory."""
+        return "host" in (self.optimizer, self.parameters)
 
     @classmethod
     def from_value(cls, value: object) -> Offload:

@@ -17,7 +17,7 @@ from hf_zero.engine.parameters.quantised import remember_class
 from hf_zero.engine.parameters.records import cut, put, wrap
 from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
-from hf_zero.engine.ranks.world import World
+from hf_zero.engine.ranks.world import STAYS_ON_DEVICE, World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_quantised
 from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis, share_resized
 
@@ -47,8 +47,8 @@ def partition_parameters(model: nn.Module, world: World) -> None:
 def _partition_plain(found: FoundParameter, world: World) -> None:
     """See [Note: never whole on a device]."""
     if not world.partitions:
-        put_on(found.param, world.device)
-    whole = found.param.data.to(world.device)
+        put_on(found.param, world.home_of(found.param))
+    whole = found.param.data.to(world.device) if world.partitions else found.param.data
     world.broadcast(whole, found.names[0])
     partition_one(found, world, whole)
 
@@ -100,18 +100,40 @@ def raise_to_master(model: nn.Module, world: World) -> None:
         replace(param, new)
 
 
+def take_home(model: nn.Module, world: World) -> None:
+    """Let the rows of every parameter lie where they are to rest, and buffers on the device."""
+    _choose_what_stays(model, world)
+    for found in find_parameters(model):
+        param = found.param
+        if not isinstance(param, DTensor):
+            if not param.is_meta:
+                put_on(param, world.home_of(param))
+        elif param.device != world.home_of(param) and world.partitions:
+            new = wrap(torch_compat.local_of(param), world, param)
+            put(found.locations, new)
+            replace(param, new)
+    for buffer in model.buffers():
+        if not buffer.is_meta and not isinstance(buffer, DTensor):
+            put_on(buffer, world.device)
+
+
+def _choose_what_stays(model: nn.Module, world: World) -> None:
+    """What `offload.ratio` leaves on the device: the first parameters, whose gradients come last, and whose way down shows."""
+    offload = world.config.offload
+    trained = [found.param for found in find_parameters(model) if found.param.requires_grad]
+    left = offload.ratio * sum(param.numel() for param in trained)
+    for param in reversed(trained):
+        stays = offload.optimizer == "host" != offload.parameters and left <= 0
+        left -= param.numel()
+        if stays != bool(vars(param).get(STAYS_ON_DEVICE)):
+            vars(param)[STAYS_ON_DEVICE] = stays
+
+
 def broadcast_buffers(model: nn.Module, world: World, known: Collection[int]) -> None:
     """Give every rank the buffers of rank 0; `engine.buffers` does it for what changes in training."""
     for name, buffer in model.named_buffers():
         if id(buffer) not in known:
             world.broadcast(buffer, name)
-
-
-def move_to(model: nn.Module, device: torch.device) -> None:
-    """Put the parameters and buffers that are not partitioned on a device, in their places; those that are tied stay so."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device != device and not tensor.is_meta and not isinstance(tensor, DTensor):
-            put_on(tensor, device)
 
 
 def put_on(tensor: Tensor, device: torch.device) -> None:

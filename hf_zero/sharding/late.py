@@ -32,7 +32,7 @@ from hf_zero.sharding.checks import (
     refuse_sparse_gradients,
     refuse_whole_for_a_while,
 )
-from hf_zero.sharding.cutting import broadcast_buffers, move_to, partition_whole, raise_to_master
+from hf_zero.sharding.cutting import broadcast_buffers, partition_whole, raise_to_master, take_home
 
 
 @torch.inference_mode(False)
@@ -55,7 +55,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     check_quantised(model, world)
     partition_whole(model, world)
     raise_to_master(model, world)
-    move_to(model, world.device)
+    take_home(model, world)
     broadcast_buffers(model, world, known_buffers)
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
     engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))

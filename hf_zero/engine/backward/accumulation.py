@@ -47,7 +47,7 @@ class Accumulation:
         self._follows_no_sync = follows_no_sync
         self._world = world
         # Stages 0 and 1 reduce once a step, and one use after the other makes this rank's own sum.
-        self._keeps_whole = world.data.num_ranks > 1 and not world.config.policy.shards_gradients
+        self._keeps_whole = world.data.num_ranks > 1 and not world.shards_gradients
         self._hooked: dict[Unit, WholeGradients] = {}  # that wait for users' hooks, until all of them are there
         self._sums: dict[ZeroParameter, _Sum] = {}
         self._kept: dict[ZeroParameter, None] = {}

@@ -15,6 +15,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.backward.accumulation import Accumulation, add_up
 from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
+from hf_zero.engine.backward.landing import landing_of
 from hf_zero.engine.backward.passes import current_pass, hear_of_passes
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
@@ -59,6 +60,7 @@ class Backward:
         self._trained = parameters
         self._same_gradients = SameGradients(world)
         self._buffers = Buffers(model, world)
+        self._landing = landing_of(world)
         self._watchable = [p for p in parameters if self._is_to_be_watched(p)]
         self._watched: set[ZeroParameter] = set()
         self._handles: list[Any] = []
@@ -123,7 +125,7 @@ class Backward:
         return self.session
 
     def _make_reducer(self) -> Reducer | None:
-        if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.config.policy.shards_gradients:
+        if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.shards_gradients:
             return None
         trainable = {unit.index: unit for unit in self.gathering.units if unit.trainable()}
         return Reducer(
@@ -133,6 +135,7 @@ class Backward:
             self._is_over,
             self._gradient_dtypes,
             self.gathering.num_steps,
+            self._landing,
         )
 
     def _is_over(self, unit: int) -> bool:
@@ -269,7 +272,7 @@ class Backward:
         _refuse_create_graph()
         session = self.begin()
         session.has_gradients = True
-        part = self._world.cut_of(p.param).part_of(gradient)
+        part = self._world.cut_of(p.param).part_of(gradient).to(self._world.device)
         session.gradients.add(self.unit_of[p], {p: part.contiguous()})
 
     def make_whole(self, unit: Unit, epoch: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_zero.comm.collectives import Rows
 from hf_zero.comm.exchange import Exchange
+from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
 from hf_zero.engine.ranks.precision import GradientDtypes
@@ -42,7 +43,7 @@ def num_values_agreed(num_parameters: int) -> int:
 
 def gradient_dtypes(p: ZeroParameter, world: World) -> GradientDtypes:
     """How the gradient of a parameter is reduced."""
-    is_as_made = p.is_sharded and world.config.policy.shards_gradients
+    is_as_made = p.is_sharded and world.shards_gradients
     sends_as_given = world.shards.sends_rows_as_given and world.config.reduce_scatter is True
     return world.precision.gradient_dtypes(p.compute_dtype, is_as_made, sends_as_given)
 
@@ -78,6 +79,7 @@ class Reducer:
         is_over: whether all the calls of a unit, by its number, have had their backward.
         gradient_dtypes: of every parameter of the model, trainable or not.
         num_steps: optimizer steps so far, which tell whether the ranks are in the same one.
+        landing: where gradients come down of parameters that rest in host memory.
     """
 
     units: dict[int, Unit]
@@ -86,6 +88,7 @@ class Reducer:
     is_over: Callable[[int], bool]
     gradient_dtypes: Mapping[ZeroParameter, GradientDtypes]
     num_steps: int = 0
+    landing: Landing | None = None
     _schedule: ReductionSchedule = field(init=False)
     _gradients: dict[int, deque[dict[ZeroParameter, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
@@ -132,8 +135,9 @@ class Reducer:
         self.world.shards.settle()
         for p in named_by(reports.highest.used, parameters):
             self.given[p] = None
-            if p in self._unused:
-                p.add_grad(self._unused[p])
+        self._give([(p, self._unused[p]) for p in self.given if p in self._unused])
+        if self.landing is not None:
+            self.landing.wait()
         if self.order.is_to_change(has_leftover, reports.lowest.has_held):
             self.order.change(self._seen_by_all(), has_leftover)
 
@@ -143,6 +147,8 @@ class Reducer:
             item.wait()
         self._in_flight.clear()
         self._between_replicas.clear()
+        if self.landing is not None:
+            self.landing.abandon()
 
     def _start(self, index: int) -> None:
         unit = self.units[index]
@@ -219,13 +225,24 @@ class Reducer:
         self._add(item)
 
     def _add(self, item: _InFlight) -> None:
+        self._give([(p, rows) for p, rows, is_used in item.results if is_used])
         for p, rows, is_used in item.results:
             if is_used:
-                p.add_grad(rows)
-            elif p in self._unused:
+                continue
+            if p in self._unused:
                 self._unused[p].add_(rows)
             else:
                 self._unused[p] = rows
+
+    def _give(self, results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
+        """Add reduced rows to gradients."""
+        for p, rows in results:
+            if p.host is None:
+                p.add_grad(rows)
+        down = [(p, rows) for p, rows in results if p.host is not None]
+        if down:
+            assert self.landing is not None
+            self.landing.take(down)
 
     def _agree(self, parameters: list[ZeroParameter], has_leftover: bool) -> Reports[_Report]:
         report = _Report(

@@ -53,7 +53,7 @@ class CutStateDict:
     def _rows(self, param: nn.Parameter, value: Tensor) -> Tensor:
         if isinstance(value, DTensor):
             return value
-        return rows_like(self._world.cut_of(param).of(value.detach()).to(self._world.device), param)
+        return rows_like(self._world.cut_of(param).of(value.detach()).to(param.device), param)
 
     def _assigned(self, param: nn.Parameter, value: Tensor, key: str) -> nn.Parameter:
         """The parameter itself, which torch then puts where it is."""

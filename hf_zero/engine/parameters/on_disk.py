@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from hf_zero.engine.parameters.on_host import check_host, offload_to_host
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
@@ -22,8 +23,14 @@ def check_offload(world: World) -> None:
         ConfigError: on all ranks.
     """
     offload = world.config.offload
-    if offload.is_anything and world.device.type != "cpu":
-        raise ConfigError(f"offload: works on CPU ranks only until now, but this model is on {world.device}: use none")
+    if world.device.type != "cpu":
+        if "disk" in (offload.optimizer, offload.parameters):
+            raise ConfigError(
+                f"offload: a disk works on CPU ranks only until now, but this model is on {world.device}: use host, or none"
+            )
+        if offload.goes_to_host:
+            check_host(world)
+        return
     if offload.parameters == "disk" and not world.partitions:
         raise ConfigError(
             "offload.parameters is disk, but there is one rank, which computes with the parameters where they lie: use none, "
@@ -45,13 +52,14 @@ def _say_once(text: str) -> None:
     logger.warning(text)
 
 
-def offload_parameters(parameters: Iterable[ZeroParameter], world: World) -> None:
-    """Move rows at rest to the disk, if the configuration says so; called by all ranks together.
+def offload_parameters(parameters: Sequence[ZeroParameter], world: World) -> None:
+    """Move rows at rest to the disk, or make rooms for those in host memory; called by all ranks together.
 
     Raises:
         OffloadError: a rank has no room for them; on all ranks.
     """
     offload = world.config.offload
+    offload_to_host(parameters, world)
     if offload.parameters != "disk":
         return
     with world.together("offloading parameters", OffloadError):

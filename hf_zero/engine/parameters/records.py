@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.host_rows import HostRows
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like, shown_by_gatherer
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
@@ -58,6 +59,7 @@ class ZeroParameter:
         averages: whether gradients are averaged over the ranks, or summed.
         seen: how modules see what is gathered, if not as it is: see [Note: tensor axis].
         is_shared: its whole tensor lies in memory that the host's ranks share.
+        host: what it exchanges with the device, if its rows rest in host memory.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ZeroParameter:
     has_own_grad: bool = False  # `param.grad` is what no backward has reduced yet, see `accumulation`
     has_master: bool = False  # rows that no module computes with, beside a whole copy in another dtype
     is_shared: bool = False
+    host: HostRows | None = None
     read: list[Tensor] = field(default_factory=list)  # what stands for it outside of calls, in the running pass
     _own_names: frozenset[str] = frozenset()  # of its attributes, if no user has set any
     _seen: list[tuple[object, Tensor, int]] = field(default_factory=list)  # with the writes before
@@ -209,16 +212,21 @@ class ZeroParameter:
             flat: [elements of this rank], reduce dtype; kept, if it becomes the gradient.
         """
         param = self.param
-        # Contiguous: torch's fused optimizers look at memory, not at strides.
-        rows = flat if flat.ndim == len(self.local_shape) else self.layout.in_shape(flat, self.local_shape).contiguous()
+        rows = self.gradient_rows(flat)
         if param.grad is not None:
             torch_compat.local_of(param.grad).add_(rows)
         else:
-            param.grad = self._as_gradient(as_dtype(rows, param.dtype))
+            self.set_grad(as_dtype(rows, param.dtype))
 
-    def _as_gradient(self, rows: Tensor) -> Tensor:
+    def gradient_rows(self, flat: Tensor) -> Tensor:
+        """Reduced gradients of this rank's rows, in their shape; contiguous: fused steps look at memory, not at strides."""
+        is_flat = flat.ndim != len(self.local_shape)
+        return self.layout.in_shape(flat, self.local_shape).contiguous() if is_flat else flat
+
+    def set_grad(self, rows: Tensor) -> None:
+        """Let `param.grad` be these rows, in the dtype at rest."""
         param = self.param
-        return rows_like(rows, param) if isinstance(param, DTensor) else rows
+        param.grad = rows_like(rows, param) if isinstance(param, DTensor) else rows
 
 
 def at_rest(param: nn.Parameter) -> nn.Parameter:
@@ -262,13 +270,13 @@ def cut(param: nn.Parameter, world: World, dtype: torch.dtype, values: Tensor | 
     where = world.cut_of(param)
     whole = torch_compat.local_of(param) if values is None else values
     rows = where.rows.rows_of(whole, where.shard_rank)
-    local = rows.to(rows.device if rows.is_meta else world.device, dtype, copy=True)
+    local = rows.to(rows.device if rows.is_meta else world.home_of(param), dtype, copy=True)
     return wrap(local, world, param)
 
 
 def wrap(local: Tensor, world: World, like: nn.Parameter) -> nn.Parameter:
     """A parameter over this rank's elements `local`, moved to its device, with the attributes and `requires_grad` of `like`."""
-    local = local if local.is_meta else local.to(world.device)
+    local = local if local.is_meta else local.to(world.home_of(like))
     new = PartitionedTensor.over(local.contiguous(), world.cut_of(like), world).as_parameter(like.requires_grad)
     if not isinstance(like, PartitionedTensor):  # it has them among its attributes
         take_hooks_along(like, new)

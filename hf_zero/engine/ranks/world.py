@@ -38,6 +38,7 @@ Result = TypeVar("Result")
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _numbers = itertools.count()
+STAYS_ON_DEVICE = "_zero_stays_on_device"  # attribute of a parameter that `offload.ratio` leaves there
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -189,6 +190,29 @@ class World(Axes):
     def partitions(self) -> bool:
         """Whether anything is partitioned: from stage 1 on, over more than one rank."""
         return (self.num_shards > 1 or self.tensor.num_ranks > 1) and self.config.policy.shards_optimizer
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are whole only while they are used. What one rank sends up after a step may as well stay there."""
+        is_kept = self.num_shards == 1 and self.steps_on_host and self.config.offload.parameters != "host"
+        return self.config.policy.shards_parameters and not is_kept
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether gradients are reduced to rows after every micro-batch: in stage 1, too, where they go to the host."""
+        return self.config.policy.shards_gradients or self.steps_on_host
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether optimizers step in host memory, beside a device."""
+        return self.device.type != "cpu" and self.config.offload.goes_to_host
+
+    def home_of(self, param: Tensor) -> torch.device:
+        """Where a parameter's rows are to lie at rest: see [Note: rows on the host]."""
+        offload = self.config.offload
+        is_chosen = offload.parameters == "host" or (offload.optimizer == "host" and param.requires_grad)
+        is_host = self.steps_on_host and is_chosen and param.is_floating_point()
+        return torch.device("cpu") if is_host and not vars(param).get(STAYS_ON_DEVICE) else self.device
 
     def belongs_to(self, default_group: object) -> bool:
         """Whether this world was made under the default process group that is in place now (None: no group)."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.from_host import Upload, going_up
 from hf_zero.engine.units.memory import GatheredMemory, Slot, fill_own_rows, release_rows
 from hf_zero.engine.units.residency import NEXT, Lease, LiveCall, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
@@ -70,16 +71,16 @@ class Unit:
         self._world = world
         self._memory = memory
         self._leases = 0
-        self._pending: list[Exchange] = []
+        self._pending: list[Exchange | Upload] = []
         self._second: SecondCopy | None = None
         self._arriving = -1  # the epoch of the gather under way that the second copy is to be made of
         # A parameter that is whole at rest, in the compute dtype, is read where it lives.
-        self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype]
+        self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype or p.host]
         self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
         self._stale = list(parameters)  # of shared memory: what has changed since it was gathered
         self._slots: dict[ZeroParameter, Slot] = {}  # once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
-        self.keeps_whole = not world.config.policy.shards_parameters  # and gathers new rows at once
+        self.keeps_whole = not world.shards_parameters  # and gathers new rows at once
         self.tenure = Tenure.OWNED if self.keeps_whole else Tenure.RESIZED
         if world.shards.shares_memory and any(p.is_sharded for p in parameters):
             self.tenure = Tenure.SHARED
@@ -100,7 +101,8 @@ class Unit:
         # In another format, this rank's own rows are not what it computes with.
         is_exact = self.has_exact_wholes
         for p, offset in zip(self._buffered, self._offsets, strict=True):
-            if p.is_sharded and p.param.dtype == p.compute_dtype and is_exact and not p.layout.dim:
+            is_same = p.is_sharded and p.param.dtype == p.compute_dtype and not p.host
+            if is_same and is_exact and not p.layout.dim:
                 p.move_into(self._storage, offset)
             else:
                 p.has_master = True
@@ -129,7 +131,11 @@ class Unit:
         """Whether this rank's rows of a whole are not those at rest, as where NumPy has written; `p` has not been edited."""
         slot = self._slots.get(p)
         is_exact = slot is not None and self.has_exact_wholes
-        return slot is not None and is_exact and not torch.equal(slot.own, as_dtype(p.local, p.compute_dtype))
+        return (
+            slot is not None
+            and is_exact
+            and not torch.equal(slot.own, as_dtype(p.local.to(slot.own.device), p.compute_dtype))
+        )
 
     def pin(self) -> None:
         """Somebody has kept a view of the memory: it stays for good, if it would not anyway."""
@@ -200,16 +206,29 @@ class Unit:
         if items and self._world.nearby.num_ranks > 1:
             self._second = self._second or SecondCopy(items, self._world.nearby, self.name)
         if self._second is not None and self._second.epoch == self.epoch:
-            fill_own_rows([slot for slot in chosen if not slot.parameter.is_sharded])
-            self._pending.append(self._second.gather())
+            whole = [slot for slot in chosen if not slot.parameter.is_sharded]
+            fill_own_rows([slot for slot in whole if not slot.parameter.host])
+            with self._going_up([slot for slot in whole if slot.parameter.host]):
+                self._pending.append(self._second.gather())
         else:
-            fill_own_rows(chosen)
+            fill_own_rows([slot for slot in chosen if not slot.parameter.host])
             if self._world.config.offload.is_anything:
                 release_rows(chosen)
-            if items:
-                self._pending.append(self._world.wired.gather(items, self.name))
-                self._arriving = self.epoch
+            with self._going_up([slot for slot in chosen if slot.parameter.host]):
+                if items:
+                    self._pending.append(self._world.wired.gather(items, self.name))
+                    self._arriving = self.epoch
         self._become(Residency.GATHERING)
+
+    @contextlib.contextmanager
+    def _going_up(self, slots: list[Slot]) -> Iterator[None]:
+        """Within: rows that rest in host memory have gone up; see [Note: on the way up]."""
+        if not slots:
+            yield
+            return
+        with going_up(slots, self._world.device) as upload:
+            yield
+        self._pending.append(upload)
 
     def _become(self, new: Residency) -> None:
         """The only way from one state to another; see `Residency`."""
@@ -296,8 +315,12 @@ class Unit:
 
     def refresh(self) -> None:
         """Cast plain parameters again, as autocast would for every forward: nobody tells when users edit those."""
-        if self.keeps_whole:
-            fill_own_rows([s for s in self._slots.values() if not isinstance(s.parameter.param, DTensor)])
+        if not self.keeps_whole:
+            return
+        plain = [s for s in self._slots.values() if not isinstance(s.parameter.param, DTensor)]
+        fill_own_rows([s for s in plain if not s.parameter.host])
+        with self._going_up([s for s in plain if s.parameter.host and s.parameter.host.has_changed(s.parameter.param)]):
+            pass
 
     @torch.inference_mode(False)
     def read_whole(self, p: ZeroParameter) -> Tensor:
@@ -311,7 +334,8 @@ class Unit:
             return whole
         self._world.meet(f"a read of parameter {p.name!r} outside its module's call (all ranks must read it)")
         over = self._world.shards if is_quantised(p.param) else self._world.wired
-        return self._world.gather_whole(as_dtype(p.local, p.compute_dtype), p.layout, self.name, over)
+        own = as_dtype(p.local.to(self._world.device), p.compute_dtype)
+        return self._world.gather_whole(own, p.layout, self.name, over)
 
     @property
     def has_exact_wholes(self) -> bool:
@@ -320,7 +344,7 @@ class Unit:
 
     def whole_at_hand(self, p: ZeroParameter) -> Tensor | None:
         """The whole tensor of a parameter, with its bits at rest, where it stays whole between uses."""
-        slot, is_exact = self._slots.get(p), self.has_exact_wholes and p.seen is None
+        slot, is_exact = self._slots.get(p), self.has_exact_wholes and p.seen is None and p.host is None
         is_there = self.keeps_whole and self.residency is not Residency.RELEASED
         if slot is None or not is_there or not is_exact or p.compute_dtype != p.param.dtype:
             return None
@@ -340,7 +364,9 @@ class Unit:
             self.settle()
             if self.residency is not Residency.RELEASED and slot.whole.data_ptr() != whole.data_ptr():
                 slot.whole.copy_(whole)  # it was read, into memory of its own
-        own = p.layout.rows_of(whole.detach(), p.rank)
+        own = p.layout.rows_of(whole.detach(), p.rank).to(local.device)
+        if p.host is not None:
+            p.host.is_stale = True
         if own.dtype != local.dtype:  # what was not written keeps the digits that this dtype has not
             local.copy_(torch.where(own != local.to(own.dtype), own.to(local.dtype), local))
         elif own.data_ptr() != local.data_ptr():
@@ -354,6 +380,10 @@ class Unit:
         Units that stay whole start to gather the new rows at once; the next use waits for them.
         """
         self.stop_keeping()
+        parameters = list(parameters)
+        for p in parameters:
+            if p.host is not None:
+                p.host.is_stale = True
         if self.keeps_whole:
             self.start_gather(parameters)
             if torch_compat.is_profiling():

@@ -1,0 +1,90 @@
+"""Rows of parameters that rest in host memory, beside a device: what goes up to it, and where gradients come down.
+
+[Note: rows on the host] A parameter whose rows are offloaded is a CPU tensor at rest, and so is its gradient: whoever edits it,
+clips its gradient, steps on it or saves it runs torch's ordinary code for CPUs. The device has only what modules compute with.
+The rows themselves are never copied from or to while the host goes on: what goes up is a copy of them in the compute dtype, and
+gradients come down into rooms of their own. Both are pinned, nobody else writes to them, and they wait for their events here
+and in `landing`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+
+HOST_ROWS = "_zero_host_rows"
+
+
+class HostRows:
+    """What a parameter at rest in host memory exchanges with the device.
+
+    Args:
+        sent: what goes up: this rank's rows in the compute dtype, pinned.
+        gradient: where the gradient comes down, pinned; None for a frozen one.
+        kept: this rank's rows on the device, in the compute dtype, from which they are gathered; None: they go up each time.
+
+    Attributes:
+        is_stale: rows have changed since they were last copied to `sent`.
+    """
+
+    def __init__(self, sent: Tensor, gradient: Tensor | None, kept: Tensor | None) -> None:
+        self.sent, self.gradient, self.kept = sent, gradient, kept
+        self.is_stale = True
+        self._copied: torch.Event | None = None  # the last copies from `sent` have been made
+        self._version = -1  # of a plain parameter's rows, when they were last copied
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copied parameter gets rooms of its own, with its engine."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def has_changed(self, param: Tensor) -> bool:
+        """Whether `sent` is not as new as a parameter; of a plain one, torch counts writes, and `HostParameter` aliases."""
+        if isinstance(param, DTensor):
+            return self.is_stale
+        return self.is_stale or param._version != self._version or torch_compat.is_held_elsewhere(param)
+
+    def refresh(self, param: Tensor) -> None:
+        """Copy the rows to `sent`, once nothing reads it any more."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        with torch.no_grad():
+            self.sent.copy_(torch_compat.local_of(param))
+        self._version = -1 if isinstance(param, DTensor) else param._version
+        self.is_stale = False
+
+    def note_copies(self, event: torch.Event) -> None:
+        """Copies from `sent` are made when `event` has passed."""
+        self._copied = event
+
+    def room_for_gradient(self) -> Tensor | None:
+        """Where a gradient may come down, if nobody holds an earlier one."""
+        room = self.gradient
+        return None if room is None or torch_compat.is_held_elsewhere(room) else room
+
+
+class HostParameter(nn.Parameter):
+    """A parameter of a process alone that rests in host memory: tells when somebody may write past torch's counter."""
+
+    @property
+    def data(self) -> Tensor:
+        """An alias outside the graph, whose writes torch counts apart. Assigning values of another device copies them."""
+        rows: HostRows | None = vars(self).get(HOST_ROWS)
+        if rows is not None:
+            rows.is_stale = True
+        return cast(Tensor, torch._C.TensorBase.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        is_elsewhere = value.device != self.device and (value.shape, value.dtype) == (self.shape, self.dtype)
+        if is_elsewhere and vars(self).get(HOST_ROWS) is not None:
+            with torch.no_grad():
+                self.copy_(value)
+        else:
+            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
