@@ -69,6 +69,12 @@ def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> St
         return DiskStepping(offload)
     if on_rows:
         return RowStepping()
+    if any(world.steps_on_host for world in worlds.values()):
+        raise UsageError(
+            f"offload.optimizer is host, but {type(optimizer).__module__}.{type(optimizer).__qualname__} steps on whole "
+            "parameters, each on one rank (optimizer_on), which do not travel from host memory: use an elementwise optimizer "
+            "(AdamW, Lion, ...), mark_elementwise if it is one, or offload.optimizer: none"
+        )
     logger.info("%s steps on whole parameters, each on one rank (optimizer_on)", type(optimizer).__name__)
     return OwnerStepping(optimizer)
 

@@ -264,12 +264,11 @@ def memory(device: torch.device) -> dict[str, Any]:
 
 _HERE = (parity, syncs, delays, recomputation, bf16, compiled, moved, resume, background, late, memory)
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each
-    for each in (*_HERE, *hazards.OF_TWO, offload.offload, offload.offload_in_parts, *hazards.OF_FOUR)
+    each.__name__: each for each in (*_HERE, *hazards.OF_TWO, *offload.OF_TWO, *hazards.OF_FOUR)
 }
 CASES_OF_FOUR = [each.__name__ for each in hazards.OF_FOUR]
 CASES_OF_TWO = [name for name in CASES if name not in CASES_OF_FOUR]
-NEED_A_FOLDER = ("resume",)
+NEED_A_FOLDER = ("resume", "offload_resumed")
 
 
 def run(name: str, device_type: str, *folder: str) -> dict[str, Any]:

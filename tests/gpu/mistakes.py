@@ -20,7 +20,9 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.checkpoint.optimizer_state import source_of
 from hf_zero.checkpoint.ranks.background import BackgroundSaves
+from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.units import unit as unit_module
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.unit import Unit
 from tests.gpu.training import adamw
@@ -153,6 +155,33 @@ def _answered_early() -> AbstractContextManager[Any]:
     return patch.object(Gathering, "_note_that_rows_settle", without_a_record)
 
 
+def _offloading(device: torch.device) -> Tensor:
+    """The losses of steps whose parameters and gradients go up and down."""
+    return _training(device, offload={"optimizer": "host", "parameters": "host"})
+
+
+def _read_before_they_are_down() -> AbstractContextManager[Any]:
+    wait = Landing.wait
+
+    def without_an_event(landing: Landing) -> None:
+        landing._last = None
+        wait(landing)
+
+    return patch.object(Landing, "wait", without_an_event)
+
+
+def _sent_before_they_are_up() -> AbstractContextManager[Any]:
+    go_up = unit_module.going_up
+
+    @contextlib.contextmanager
+    def behind_nothing(*args: Any) -> Iterator[Any]:
+        with go_up(*args) as upload:
+            pass
+        yield upload  # what is begun here is on the compute stream
+
+    return patch.object(unit_module, "going_up", behind_nothing)
+
+
 @dataclass(frozen=True)
 class Mistake:
     """One place that does not wait.
@@ -180,6 +209,8 @@ MISTAKES = {
     "what is read for a rank alone does not wait for the step": Mistake(
         lambda device: _answered_early(), _reading_alone
     ),
+    "gradients are read before they are down": Mistake(lambda device: _read_before_they_are_down(), _offloading),
+    "a gather begins before its rows are up": Mistake(lambda device: _sent_before_they_are_up(), _offloading),
     "memory that another stream uses is not recorded": Mistake(
         lambda device: patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None), _lending
     ),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.gpu.training import BLOCKS, LLAMA, STEPS, adamw, batch_of
+from hf_zero import host_memory
+from hf_zero.engine.parameters import on_host
+from tests.gpu.training import BLOCKS, LLAMA, STEPS, adamw, batch_of, train
 from tests.models import make_model
 
 HOST: dict[str, Any] = {"optimizer": "host"}
@@ -56,6 +60,59 @@ def offload(device: torch.device) -> dict[str, Any]:
     return {}
 
 
+def offload_is_refused(device: torch.device) -> dict[str, Any]:
+    """What cannot be offloaded is one error on all ranks, before the first step."""
+    if device.type == "cpu":
+        return {}
+
+    def cut(**config: Any) -> nn.Module:
+        model = make_model(LLAMA).to(device)
+        zero.shard_model(model, {"stage": 2, **BLOCKS, "offload": HOST, **config})
+        return model
+
+    with patch.object(on_host, "available_bytes", lambda: 100), pytest.raises(zero.OffloadError, match="100 are avail"):
+        cut()
+    left = [10**12, 100][min(dist.get_rank(), dist.get_world_size() - 1)] if dist.get_world_size() > 1 else 100
+    with (
+        patch.object(on_host, "available_bytes", lambda: left),
+        pytest.raises(zero.OffloadError, match="100 are avail"),
+    ):
+        cut()
+    with patch.object(host_memory.torch, "empty", _without_locked_pages(torch.empty)):
+        with pytest.raises(zero.OffloadError, match="ulimit -l"):
+            cut()
+        cut(offload={**HOST, "pin": False})
+    with pytest.raises(zero.ConfigError, match="a disk works on CPU ranks only"):
+        cut(offload={"optimizer": "disk", "path": "/tmp"})
+    with pytest.raises(zero.ConfigError, match="compute_dtype: float16"):
+        cut(compute_dtype="float16")
+    with patch.object(torch, "Stream", _no_streams), pytest.raises(zero.ConfigError, match="has no streams"):
+        cut()
+    if dist.get_world_size() > 1:
+        model = cut()
+        model(**batch_of(0, dist.get_rank(), device)).loss.backward()
+        with pytest.raises(zero.UsageError, match="do not travel from host memory"):
+            torch.optim.Adafactor(model.parameters()).step()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(zero.UsageError, match="a GradScaler does not work"):
+            scaler.unscale_(torch.optim.SGD(model.parameters()))
+    return {}
+
+
+def _without_locked_pages(make: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("pin_memory"):
+            raise RuntimeError("cannot lock")
+        return make(*args, **kwargs)
+
+    return refuse
+
+
+def _no_streams(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("no streams here")
+
+
 def offload_in_parts(device: torch.device) -> dict[str, Any]:
     """So have those of several micro-batches, of clipped gradients, and of a part that stays on the device."""
     for stage in (1, 2, 3):
@@ -67,3 +124,26 @@ def offload_in_parts(device: torch.device) -> dict[str, Any]:
             near = 1e-5 if "ratio" in place else 0
             assert torch.allclose(found, expected, rtol=0, atol=near), (config, place, found, expected)
     return {}
+
+
+def offload_resumed(device: torch.device, folder: str) -> dict[str, Any]:
+    """A checkpoint of a run that offloads goes on without, and the other way round, with the same bits."""
+
+    def make(where: Any) -> tuple[Any, Any, Any]:
+        plugin = zero.ZeroPlugin(zero.ZeroConfig(stage=3, compute_dtype="bfloat16", offload=where, **BLOCKS))
+        accelerator = zero.ZeroAccelerator(cpu=device.type == "cpu", zero_plugin=plugin)
+        model = make_model(LLAMA)
+        return accelerator, *accelerator.prepare(model, adamw(model))
+
+    for number, (before, after) in enumerate(itertools.permutations(("none", HOST, ALL_ON_HOST), 2)):
+        accelerator, model, optimizer = make(before)
+        train(model, device, range(2), optimizer)
+        accelerator.save_state(f"{folder}{number}")
+        expected = train(model, device, range(2, 4), optimizer)
+        again, model, optimizer = make(after)
+        again.load_state(f"{folder}{number}")
+        assert torch.equal(train(model, device, range(2, 4), optimizer), expected), (before, after)
+    return {}
+
+
+OF_TWO = (offload, offload_in_parts, offload_is_refused, offload_resumed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu import offload
 from tests.gpu.cases import CASES_OF_FOUR, CASES_OF_TWO, NEED_A_FOLDER, run
 from tests.gpu.mistakes import MISTAKES
 from tests.ranks import ENVIRONMENT, on_ranks
@@ -29,7 +30,12 @@ _ON_ONE_DEVICE = {
 }
 
 
-_BY_HAND = {"bf16", "compiled", "recomputation"}  # on CPUs, other tests show the same
+_BY_HAND = {
+    "bf16",
+    "compiled",
+    "recomputation",
+    *(each.__name__ for each in offload.OF_TWO),
+}  # on CPUs, other tests show the same
 
 
 @on_ranks(2, name=[name for name in CASES_OF_TWO if name not in _BY_HAND])
@@ -87,6 +93,15 @@ def built_late_device() -> None:
 def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
     module = ["tests.gpu.late.run", name, order]
     assert _launched(name, tmp_path, module, 4 if name in CASES_OF_FOUR else 2).startswith(f"{name}, {order}: right")
+
+
+@pytest.mark.slow
+@_NEEDS_A_COMPILER
+@pytest.mark.usefixtures("late_device")
+@pytest.mark.parametrize("name", ["offload", "offload_in_parts", "offload_is_refused"])
+def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
+    shown = _launched(name, tmp_path, ["tests.gpu.late.run", name, "late,early"], num_ranks=1)
+    assert [f"{name}, {order}: right" for order in ("late", "early") if f"{name}, {order}: right" not in shown] == []
 
 
 @_NEEDS_A_COMPILER
