@@ -20,7 +20,7 @@ class Offload:
 
     Attributes:
         optimizer: states of elementwise optimizers, and masters of another dtype than modules compute in (stages 1, 2).
-        parameters: rows of parameters at rest (stage 3).
+        parameters: rows of parameters at rest (stage 3). Where those are in host memory, the optimizer steps there, too.
         ratio: the part of the optimizer's states that is offloaded, in whole parameters; the rest stays on the device. For
             "host" they are counted from the model's end, whose gradients come first.
         path: folder on a disk, for "disk"; made if missing. Only space in it is used: no file ever shows there.

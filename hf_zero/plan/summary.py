@@ -238,7 +238,8 @@ def _peak_of_process() -> int:
 
 def _offloaded(world: World) -> str:
     offload = world.config.offload
-    where = {"host": "in host memory (where these ranks compute)", "disk": f"on disk ({offload.path})"}
+    host = "in host memory" if world.steps_on_host else "in host memory (where these ranks compute)"
+    where = {"host": host, "disk": f"on disk ({offload.path})"}
     parts = [
         f"{what} {where[place]}" for what in ("optimizer", "parameters") if (place := getattr(offload, what)) in where
     ]
