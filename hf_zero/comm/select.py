@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.devices import device_number
 from hf_zero.comm.exchange import InFlight
 from hf_zero.comm.groups import Axis, default_group
 from hf_zero.comm.host.one_host import HostCollectives, connect
@@ -74,13 +75,17 @@ def all_collectives(ranks: Sequence[int], device: torch.device, timeout_s: float
 
 
 def _make(choice: str, axis: Axis) -> Collectives:
-    pairwise = PairwiseCollectives(axis)
-    for rank, (other,) in enumerate(pairwise.agree([zlib.crc32(choice.encode())], "the choice of collectives")):
-        if other != zlib.crc32(choice.encode()):
+    pairwise, own = PairwiseCollectives(axis), zlib.crc32(choice.encode())
+    number = 0 if pairwise.backend == "gloo" else device_number(axis.device)
+    told = pairwise.agree([own, number], "the choice of collectives")
+    for rank, (other, _) in enumerate(told):
+        if other != own:
             raise ConfigError(
                 f"rank {axis.ranks[axis.rank]} has collectives: {choice}, but rank {axis.ranks[rank]} has another choice: "
                 f"check the configuration, and the environment variable {COLLECTIVES_VARIABLE}"
             )
+    if pairwise.backend != "gloo":
+        _refuse_shared_devices(axis, [number for _, number in told])
     if axis.device.type != "cpu" and pairwise.backend == "gloo":
         kind = axis.device.type
         native = dist.Backend.default_device_backend_map.get(kind, "...")
@@ -101,6 +106,18 @@ def _make(choice: str, axis: Axis) -> Collectives:
     elif made.name != "host":
         logger.warning("collectives: host cannot be had here, but %s: %s", made.name, reason)
     return made
+
+
+def _refuse_shared_devices(axis: Axis, numbers: list[int]) -> None:
+    """Two ranks cannot exchange on one device: NCCL says so in the first exchange, or waits for ever."""
+    first: dict[int, int] = {}
+    for rank, number in zip(axis.ranks, numbers, strict=True):
+        if (other := first.setdefault(number, rank)) != rank:
+            raise ConfigError(
+                f"ranks {other} and {rank} are both on one device of a host, where they cannot exchange: start one process a "
+                f"device, and let each take its own (`torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))`, or "
+                f"init_process_group(device_id=...)); rank {axis.ranks[axis.rank]} is on {axis.device}"
+            )
 
 
 def _by_rule(pairwise: Collectives, axis: Axis) -> tuple[Collectives, str]:

@@ -1,6 +1,7 @@
 """What exchanges and steps do for devices that are neither the CPU nor NVIDIA's: by what torch and their libraries can."""
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch.utils import _foreach_utils
 
 from hf_zero import torch_compat
-from hf_zero.comm import torch_groups
+from hf_zero.comm import select, torch_groups
+from hf_zero.comm.devices import device_number
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
@@ -47,3 +49,28 @@ def test_steps_are_fused_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_foreach_utils, "_get_fused_kernels_supported_devices", lambda: ["xpu", "privateuseone"])
     fused = [torch_compat.can_be_fused_on(torch.device(each)) for each in ("xpu", "privateuseone", "cuda")]
     assert fused == [True, True, False]
+
+
+def test_two_ranks_on_one_device_are_an_error_before_anything_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = types.SimpleNamespace(
+        get_device_properties=lambda device: types.SimpleNamespace(uuid=f"card {device.index}")
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cards)
+    first, second = (device_number(torch.device("cuda", index)) for index in (0, 1))
+    assert first == device_number(torch.device("cuda", 0)) != second
+    axis: Any = types.SimpleNamespace(ranks=(4, 6), rank=1, device=torch.device("cuda", 0))
+    select._refuse_shared_devices(axis, [first, second])
+    with pytest.raises(ConfigError, match=r"ranks 4 and 6 are both on one device of a host.*rank 6 is on cuda:0"):
+        select._refuse_shared_devices(axis, [first, first])
+    monkeypatch.setenv("NCCL_HOSTID", "a host of its own")  # by which ranks share a device all the same
+    assert device_number(torch.device("cuda", 0)) != first
+
+
+def test_devices_without_a_name_are_told_apart_by_what_a_process_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
+    monkeypatch.setenv("ZE_VISIBLE_DEVICES", "0")
+    found = device_number(torch.device("xpu", 0))
+    assert found == device_number(torch.device("xpu", 0)) != device_number(torch.device("xpu", 1))
+    monkeypatch.setenv("ZE_VISIBLE_DEVICES", "1")
+    assert device_number(torch.device("xpu", 0)) != found
+    assert device_number(torch.device("cpu")) == 0
