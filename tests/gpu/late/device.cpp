@@ -6,6 +6,7 @@
 // been given back come out as NaN on every run, and not once in a thousand.
 
 #include "device.h"
+#include "segments.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -23,12 +24,14 @@ struct Block {
   int stream;
   std::set<int> used_on;            // other streams, by `record_stream`
   std::vector<EventPtr> still_used;  // at the end of its life
+  Segments::Piece* piece;            // where it would lie on a device
 };
 std::map<std::pair<int, size_t>, std::vector<Block*>> pool;
 std::vector<Block*> in_use_elsewhere;
 struct Bytes {
-  int64_t allocated, peak, reserved;
+  int64_t allocated, peak;
 } bytes[kDevices];
+Segments segments[kDevices];
 
 void poison(Block* block) {
   push(block->stream, {[block] {
@@ -36,6 +39,7 @@ void poison(Block* block) {
     return true;
   }});
   pool[{block->stream, block->size}].push_back(block);
+  segments[streams[block->stream].device].give_back(block->stream, block->size, block->piece);
 }
 
 void give_back(void* context) {
@@ -74,13 +78,13 @@ struct Allocator final : c10::Allocator {
     auto& free = pool[{current(), size}];
     Block* block;
     if (free.empty()) {
-      block = new Block{aligned_alloc(64, size), size, current(), {}, {}};
+      block = new Block{aligned_alloc(64, size), size, current(), {}, {}, nullptr};
       memset(block->memory, 0xFF, size);
-      count.reserved += size;
     } else {
       block = free.back();
       free.pop_back();
     }
+    block->piece = segments[current_device].take(block->stream, size);
     count.allocated += size;
     count.peak = std::max(count.peak, count.allocated);
     return {block->memory, block, &give_back, device};
@@ -243,7 +247,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("generator", [] { return generator(); });
   m.def("memory_allocated", [](int device) { return bytes[device].allocated; });
   m.def("max_memory_allocated", [](int device) { return bytes[device].peak; });
-  m.def("memory_reserved", [](int device) { return bytes[device].reserved; });
-  m.def("reset_peak_memory_stats", [](int device) { bytes[device].peak = bytes[device].allocated; });
+  m.def("memory_reserved", [](int device) { return segments[device].reserved(); });
+  m.def("max_memory_reserved", [](int device) { return segments[device].most(); });
+  m.def("reset_peak_memory_stats", [](int device) {
+    bytes[device].peak = bytes[device].allocated;
+    segments[device].forget_most();
+  });
+  m.def("num_communicators", [](int device) {
+    return std::count_if(streams.begin(), streams.begin() + num_streams,
+                         [&](const Stream& s) { return s.device == device && s.is_side && !s.is_unused; });
+  });
   define_exchanges(m);
 }

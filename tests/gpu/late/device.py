@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import sys
@@ -19,6 +20,14 @@ from torch.utils.cpp_extension import get_default_build_root, load
 
 _HERE = Path(__file__).parent
 _IS_BUILT = "is built"  # a file that says so of its folder
+_BYTES, _COMMUNICATOR_BYTES = 2**31, 2**25  # of a device, and what each communicator is taken to need
+_COUNTS = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "reset_peak_memory_stats",
+)
 
 
 def _name_and_folder() -> tuple[str, Path]:
@@ -68,9 +77,15 @@ def register() -> Any:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.get_rng_state = lambda *_: generator.get_state()
     module.set_rng_state = lambda state, *_: generator.set_state(state)
-    module.mem_get_info = lambda *_: (2**30, 2**30)
+    module.mem_get_info = lambda device=None: (_free(built, _index(device)), _BYTES)
+    module.get_device_properties = lambda device=None: types.SimpleNamespace(
+        name="late device", total_memory=_BYTES, uuid=f"late {_index(device)}"
+    )
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream or contextlib.nullcontext()
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
     module.set_sync_debug_mode = lambda mode: built.forbid_syncs(mode == "error")
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "reset_peak_memory_stats"):
+    for name in _COUNTS:
         setattr(module, name, lambda device=None, read=getattr(built, name): read(_index(device)))
     torch._register_device_module("sim", module)
     sys.modules["torch.sim"] = module
@@ -85,6 +100,11 @@ def register() -> Any:
     dist.Backend.backend_capability["gloo"].append("sim")  # as it has "cuda"
     dist.Backend.register_backend("late", exchanges, devices=["sim"])
     return built
+
+
+def _free(built: Any, index: int) -> int:
+    taken: int = built.memory_reserved(index) + _COMMUNICATOR_BYTES * built.num_communicators(index)
+    return _BYTES - taken
 
 
 def _index(device: Any) -> int:

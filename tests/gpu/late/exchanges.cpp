@@ -4,7 +4,9 @@
 
 #include "device.h"
 
+#include <ATen/core/ivalue.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -51,6 +53,8 @@ struct LateWork final : c10d::Work {
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+  c10::intrusive_ptr<c10::ivalue::Future> future;  // whoever takes its value waits on its own stream
 };
 
 constexpr auto kSplit = std::chrono::seconds(20);
@@ -286,17 +290,21 @@ struct Exchanges final : c10d::Backend {
     if (last_ && last_->stream != on) push(on, {nullptr, last_, nullptr});  // one after the other, on all ranks alike
     // The group lives until what it has launched is over, whoever drops it.
     auto self = c10::intrusive_ptr<Exchanges>::reclaim_copy(this);
-    push(on, {[self, parts = std::move(parts), works = std::vector<WorkPtr>()]() mutable {
-      if (works.empty()) {
-        for (const auto& part : parts) works.push_back(part.start());
+    push(on, {[self, parts = std::move(parts), works = std::vector<WorkPtr>(), is_stuck = false]() mutable {
+      if (is_stuck) return false;
+      try {
+        if (works.empty()) {
+          for (const auto& part : parts) works.push_back(part.start());
+        }
+        for (const auto& work : works) {
+          if (!work->isCompleted()) return false;
+        }
+        for (const auto& work : works) work->wait();
+      } catch (const std::exception&) {  // a peer is gone: on a device its kernel goes on for ever
+        is_stuck = true;
+        return false;
       }
-      for (const auto& work : works) {
-        if (!work->isCompleted()) return false;
-      }
-      for (size_t i = 0; i < parts.size(); i++) {
-        works[i]->wait();
-        parts[i].finish();
-      }
+      for (const auto& part : parts) part.finish();
       return true;
     }});
     auto end = last_ = record(on);
@@ -304,7 +312,15 @@ struct Exchanges final : c10d::Backend {
       end = std::make_shared<Event>();
       end->done = true;
     }
-    return c10::make_intrusive<LateWork>(end, std::move(kept));
+    auto future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    {
+      c10::StreamGuard behind(c10::Stream(c10::Stream::UNSAFE, device, on));
+      future->markCompleted(c10::IValue(kept));
+    }
+    auto work = c10::make_intrusive<LateWork>(end, std::move(kept));
+    work->future = future;
+    return work;
   }
 
   // A communicator is made by all ranks at the first exchange, and each of them brings a device of its own.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tests.gpu.late.device import register
 
 
-def _make_up_for_torch() -> None:
+def make_up_for_torch() -> None:
     """Torch refuses `tensor.data = ` across the CPU and such a device, not across the CPU and a GPU."""
 
     def put_on(tensor: Tensor, device: torch.device) -> None:
@@ -36,7 +36,8 @@ def _make_up_for_torch() -> None:
     importlib.import_module("hf_zero.sharding.cutting").put_on = put_on  # type: ignore[attr-defined]
 
 
-def _tell_accelerate(device: torch.device) -> None:
+def tell_accelerate(device: torch.device) -> None:
+    """Accelerate knows no such device, and this one is that of the process."""
     make = accelerate.state.PartialState.__init__
 
     def make_on_device(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,8 +57,8 @@ def main(names: str, orders: str, *folder: str) -> None:
     # axes, which are made by `split_group`.)
     is_bound = orders.startswith("early") and "tensor_axis" not in names
     dist.init_process_group("cpu:gloo,sim:late", device_id=device if is_bound else None)
-    _make_up_for_torch()
-    _tell_accelerate(device)
+    make_up_for_torch()
+    tell_accelerate(device)
     from tests.gpu import cases, mistakes
 
     for order, name in itertools.product(orders.split(","), names.split(",")):
