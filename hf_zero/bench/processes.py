@@ -25,6 +25,13 @@ class BenchError(ZeroError, RuntimeError):
     """A measurement could not be made."""
 
 
+def in_a_line(error: BenchError) -> str:
+    """What went wrong in processes that `run_ranks` has started: which rank, and the last that it printed."""
+    head, _, output = str(error).partition("\n")
+    last = output.strip().rpartition("\n")[2]
+    return head.rpartition(": ")[2].rstrip(":") + (f": {last}" if last else "")
+
+
 @dataclass(frozen=True)
 class Sample:
     """One measurement on one rank.
@@ -105,7 +112,15 @@ def measure(
     return Sample(seconds, memory.peak - memory.before)
 
 
-def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def run_ranks(
+    module: str,
+    num_ranks: int,
+    options: dict[str, Any],
+    folder: Path,
+    limit_s: float = _LIMIT_S,
+    environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    is_lost: Callable[[int], bool] = lambda rank: False,
+) -> list[dict[str, Any]]:
     """Run `python -m module` once per rank, with one thread each; returns their reports. No process is left behind.
 
     Args:
@@ -113,17 +128,21 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
         num_ranks: processes.
         options: for all of them.
         folder: for their reports.
+        limit_s: that they may take.
+        environment: variables of a rank, besides those that launchers set.
+        is_lost: whether a rank ends before its time, and has nothing to report.
 
     Raises:
-        BenchError: a process failed; the message has the end of what it printed.
+        BenchError: a process failed, or took too long; the message has the end of what it printed.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    is_late = False
     with _ended_by_sigterm():
         try:
             for rank in range(num_ranks):
-                environment = os.environ | {
+                own = {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(num_ranks),
                     "LOCAL_RANK": str(rank),
@@ -134,24 +153,28 @@ def run_ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path
                 }
                 command = [sys.executable, "-m", module]
                 with (folder / f"output{rank}").open("wb") as output:
-                    processes.append(
-                        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                    processes[rank] = subprocess.Popen(
+                        command, env={**os.environ, **own, **environment(rank)}, stdout=output, stderr=subprocess.STDOUT
                     )
-            deadline = time.monotonic() + _LIMIT_S
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes) or time.monotonic() > deadline:
+            waited_for = [process for rank, process in processes.items() if not is_lost(rank)]
+            deadline = time.monotonic() + limit_s
+            while any(process.poll() is None for process in waited_for) and not is_late:
+                if any(process.poll() for process in waited_for):
                     break  # the others would wait for it
+                is_late = time.monotonic() > deadline
                 time.sleep(0.05)
         finally:
-            for process in processes:
+            for process in processes.values():
                 process.kill()
                 process.wait()
+    reporting = [rank for rank in processes if not is_lost(rank)]
     # Processes that failed by themselves come first: the others were killed above.
-    for rank, process in sorted(enumerate(processes), key=lambda each: each[1].returncode < 0):
-        if process.returncode:
+    for rank in sorted(reporting, key=lambda rank: processes[rank].returncode < 0):
+        if code := processes[rank].returncode:
             text = (folder / f"output{rank}").read_text(errors="replace")
-            raise BenchError(f"{module} with {options}: rank {rank} ended with {process.returncode}:\n{text[-2000:]}")
-    return [dict(json.loads((folder / f"report{rank}.json").read_text())) for rank in range(num_ranks)]
+            what = f"was not done after {limit_s:.0f} s" if is_late else f"ended with {code}"
+            raise BenchError(f"{module} with {options}: rank {rank} {what}:\n{text[-2000:]}")
+    return [dict(json.loads((folder / f"report{rank}.json").read_text())) for rank in reporting]
 
 
 @contextmanager

@@ -7,7 +7,9 @@ import importlib.metadata
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from hf_zero import __version__
@@ -40,7 +42,20 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument(
-        "--num-processes", type=at_least(0), default=2, metavar="N", help="ranks to try (default: 2; 0: none)"
+        "--num-processes",
+        type=at_least(0),
+        metavar="N",
+        help="ranks to try (default: 2; 0: none; with --gpu: one a device)",
+    )
+    gpu = parser.add_argument_group("the first run on GPUs")
+    gpu.add_argument(
+        "--gpu", action="store_true", help="try everything on this machine's GPUs, and write a page about it"
+    )
+    gpu.add_argument("--write", type=Path, default=Path("hf-zero-gpu.md"), metavar="FILE", help="(hf-zero-gpu.md)")
+    gpu.add_argument("--minutes", type=float, default=10.0, help="for all parts together (10)")
+    gpu.add_argument("--model", help="a named size, or a folder with a config (default: 1B, or what fits)")
+    gpu.add_argument(
+        "--parts", metavar="A,B", help="of parity, resume, killed, communicators, overlap, host_time, peak, ..."
     )
     parser.set_defaults(run=run)
 
@@ -49,15 +64,29 @@ def run(args: argparse.Namespace) -> int:
     """Print what was found.
 
     Returns:
-        1 if training could not run here, else 0.
+        1 if training could not run here, or with --gpu if anything is wrong or failed, else 0.
     """
+    if args.gpu:
+        return _first_run(args)
     findings = []
-    for finding in _all(args.num_processes):
+    for finding in _all(2 if args.num_processes is None else args.num_processes):
         findings.append(finding)
         print(f"{finding.state:<4}  {finding.what:<14} {finding.said}", flush=True)
     bad = sum(finding.state == "bad" for finding in findings)
     print(f"\n{bad} {'problem' if bad == 1 else 'problems'} to mend first." if bad else "\nReady to train.")
     return int(bad > 0)
+
+
+def _first_run(args: argparse.Namespace) -> int:
+    from hf_zero.bench.gpu import run as first_run
+
+    parts = args.parts.split(",") if args.parts else first_run.PARTS
+    plan = first_run.planned(args.num_processes, args.model, args.minutes, parts)
+    page = first_run.run(plan, lambda line: print(line, file=sys.stderr, flush=True))
+    args.write.write_text(page.text())
+    print(page.text())
+    print(f"Written to {args.write}.")
+    return int(not page.is_right)
 
 
 def _all(num_processes: int) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_zero.bench.gpu.run import ON_ONE_DEVICE
 from tests.gpu import offload
 from tests.gpu.cases import CASES_OF_FOUR, CASES_OF_TWO, NEED_A_FOLDER, run
 from tests.gpu.mistakes import MISTAKES
@@ -19,15 +20,6 @@ from tests.ranks import ENVIRONMENT, on_ranks
 _LIMIT_S = 300
 # What everyday tests ask for.
 _DROPPED = {"HF_ZERO_COLLECTIVES", "ACCELERATE_USE_CPU"} if torch.cuda.is_available() else {"HF_ZERO_COLLECTIVES"}
-# NCCL refuses two ranks on one device unless each claims to be on a host of its own; they talk over sockets then.
-_ON_ONE_DEVICE = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "4",
-}
 
 
 _BY_HAND = {
@@ -65,7 +57,7 @@ def test_cases_can_be_launched(tmp_path: Path) -> None:
     assert _launched("resume", tmp_path).startswith("resume: right")
 
 
-_NEEDS_A_COMPILER = pytest.mark.skipif(
+NEEDS_A_COMPILER = pytest.mark.skipif(
     not all(map(shutil.which, ("g++", "ninja"))),
     reason="g++ and ninja build the late device, and one of them is missing",
 )
@@ -86,7 +78,7 @@ def built_late_device() -> None:
 
 
 @pytest.mark.slow
-@_NEEDS_A_COMPILER
+@NEEDS_A_COMPILER
 @pytest.mark.usefixtures("late_device")
 @pytest.mark.parametrize("order", ["late", "early"])
 @pytest.mark.parametrize("name", [*CASES_OF_TWO, *CASES_OF_FOUR])
@@ -96,7 +88,7 @@ def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@_NEEDS_A_COMPILER
+@NEEDS_A_COMPILER
 @pytest.mark.usefixtures("late_device")
 @pytest.mark.parametrize("name", ["offload", "offload_in_parts", "offload_is_refused"])
 def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
@@ -104,7 +96,7 @@ def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
     assert [f"{name}, {order}: right" for order in ("late", "early") if f"{name}, {order}: right" not in shown] == []
 
 
-@_NEEDS_A_COMPILER
+@NEEDS_A_COMPILER
 @pytest.mark.usefixtures("built_late_device")
 def test_the_late_device_trains_right_and_shows_mistakes(tmp_path: Path) -> None:
     names, orders = ["parity", *MISTAKES], ("late", "early")
@@ -142,7 +134,7 @@ def _launched(
             "MASTER_PORT": str(port),
         }
         if shares:
-            own |= _ON_ONE_DEVICE | {"NCCL_HOSTID": f"host{rank}"}
+            own |= ON_ONE_DEVICE | {"NCCL_HOSTID": f"host{rank}"}
         elif is_late:
             own["NCCL_HOSTID"] = f"host{rank // 2}"
         with log.open("wb") as output:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.bench import devices
 from hf_zero.bench.comm.measure import measure
 from hf_zero.bench.processes import options, report
 from hf_zero.comm.ledger import Ledger
@@ -17,12 +18,7 @@ _TIMEOUT_S = 120.0
 
 def measure_all(given: dict[str, Any]) -> dict[str, Any]:
     """Join the group that the environment describes, and measure; see `hf_zero.bench.comm.run.run`."""
-    has_gpu = torch.cuda.is_available()
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
-    if has_gpu:
-        torch.cuda.set_device(device)
+    device = devices.join()
     ranks, timings = range(dist.get_world_size()), {}
     for collectives in all_collectives(ranks, device, _TIMEOUT_S):
         found = [measure(collectives, size, given["repeats"]) for size in given["sizes"]]

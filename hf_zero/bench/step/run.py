@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.bench import devices
 from hf_zero.bench.figures import Spread, ratio
 from hf_zero.bench.processes import BenchError, run_ranks
 from hf_zero.bench.step import engines as known_engines
@@ -39,6 +40,7 @@ class StepBenchmark:
         dtype: to compute in, "float32" or "bfloat16".
         checkpointing: recompute activations in backward.
         engines: names of `hf_zero.bench.step.engines`.
+        limit_s: that one run may take.
     """
 
     model: str
@@ -51,6 +53,7 @@ class StepBenchmark:
     checkpointing: bool
     engines: tuple[str, ...]
     in_turn: bool = False
+    limit_s: float = 900.0
 
     def __post_init__(self) -> None:
         for engine in self.engines:
@@ -112,7 +115,7 @@ def _run(plan: StepBenchmark, engines: list[str], rounds: int) -> dict[str, list
     """The rounds of engines that live in the same processes."""
     options = asdict(plan) | {"together": engines, "rounds_in_turn": rounds}
     with tempfile.TemporaryDirectory(prefix="hf_zero_bench_") as folder:
-        ranks = run_ranks("hf_zero.bench.step.worker", plan.num_ranks, options, Path(folder))
+        ranks = run_ranks("hf_zero.bench.step.worker", plan.num_ranks, options, Path(folder), plan.limit_s)
     runs = {}
     for engine in engines:
         found = [rank[engine] for rank in ranks]
@@ -179,8 +182,8 @@ def _ratio(result: Result, engine: str, base: str) -> str:
 
 
 def _hardware() -> str:
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    if devices.count():
+        return f"{devices.name_of(torch.device(devices.kind(), 0))}, torch {torch.__version__}"
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), torch {torch.__version__}"
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from hf_zero.bench import devices
 from hf_zero.bench.processes import MemoryPeak, options, private_bytes, report
 from hf_zero.bench.step.engines import Setup, Training, build
 from hf_zero.plan.models import config_of
@@ -20,11 +21,8 @@ _WARM_UP_STEPS = 3  # memory is watched in these; from the second one on, all op
 def main() -> None:
     """Train as the options of `run_ranks` say: an engine of its own in fresh processes, or several, each its own model."""
     given = options()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    device = devices.join()
     num_ranks = dist.get_world_size()
-    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     config = config_of(given["model"])
 
     def make_model() -> nn.Module:
@@ -42,13 +40,13 @@ def main() -> None:
         for each in trained:
             for _ in range(_WARM_UP_STEPS):
                 each.losses.append(_step(each.training, next(each.batches)))
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory.peak - before
+    peak = devices.peak_of(device) if device.type != "cpu" else memory.peak - before
     for each in trained:
         if each.training.ledger is not None:
             each.training.ledger.reset()
     for _ in range(given["rounds_in_turn"]):
         for each in trained:
-            each.seconds.append(_timed(each.training, [next(each.batches) for _ in range(given["steps"])], each.losses))
+            each.seconds.append(_timed(each, given["steps"], device))
     is_alone = len(trained) == 1
     report({each.name: each.found(peak if is_alone else None, given["steps"]) for each in trained})
     dist.barrier()
@@ -72,20 +70,20 @@ class _Engine:
         return {"seconds": self.seconds, "peak_bytes": peak, "moved_bytes": moved, "losses": self.losses}
 
 
-def _timed(training: Training, batches: list[Tensor], losses: list[float]) -> float:
+def _timed(engine: _Engine, num_steps: int, device: torch.device) -> float:
     """Seconds per step, from all ranks ready to all ranks done."""
-    _synchronise()
+    batches = [next(engine.batches) for _ in range(num_steps)]
+    _synchronise(device)
     start = time.perf_counter()
-    found = [_step(training, batch) for batch in batches]
-    _synchronise()
-    seconds = (time.perf_counter() - start) / len(batches)
-    losses += found
+    found = [_step(engine.training, batch) for batch in batches]
+    _synchronise(device)
+    seconds = (time.perf_counter() - start) / num_steps
+    engine.losses += found
     return seconds
 
 
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _synchronise(device: torch.device) -> None:
+    devices.synchronize(device)
     dist.barrier()
 
 

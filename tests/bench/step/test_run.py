@@ -68,7 +68,9 @@ def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str
 
 
 def test_engines_in_turn_have_a_figure_of_each_round_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ranks(module: str, num_ranks: int, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    def ranks(
+        module: str, num_ranks: int, options: dict[str, Any], folder: Path, limit_s: float
+    ) -> list[dict[str, Any]]:
         assert (options["together"], options["rounds_in_turn"]) == (["ddp", "zero3"], 3)
         found = {"seconds": [1.0, 2.0, 3.0], "peak_bytes": None, "moved_bytes": None, "losses": [2.0, 1.0]}
         slower = found | {"seconds": [1.0, 1.0, 4.0], "moved_bytes": 7.0}
