@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hf_zero.errors import PartitionError as PartitionError
     from hf_zero.errors import UsageError as UsageError
     from hf_zero.errors import ZeroError as ZeroError
+    from hf_zero.handover.stream import WholeParameters as WholeParameters
+    from hf_zero.handover.stream import whole_parameters as whole_parameters
     from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator as ZeroAccelerator
     from hf_zero.integrations.accelerate.accelerator import ZeroPlugin as ZeroPlugin
     from hf_zero.integrations.trainer.arguments import ZeroCallback as ZeroCallback
@@ -51,6 +53,7 @@ _HOME = {
     "OffloadError": "hf_zero.errors",
     "PartitionError": "hf_zero.errors",
     "UsageError": "hf_zero.errors",
+    "WholeParameters": "hf_zero.handover.stream",
     "ZeroAccelerator": "hf_zero.integrations.accelerate.accelerator",
     "ZeroCallback": "hf_zero.integrations.trainer.arguments",
     "ZeroConfig": "hf_zero.config.zero_config",
@@ -65,6 +68,7 @@ _HOME = {
     "register_forward_method": "hf_zero.engine.modules.forward_method",
     "shard_model": "hf_zero.sharding.shard_model",
     "undo": "hf_zero.sharding.init",
+    "whole_parameters": "hf_zero.handover.stream",
     "with_zero": "hf_zero.integrations.trainer.arguments",
 }
 

@@ -29,6 +29,7 @@ _FLOORS = [
     ["checkpoint.ranks"],
     ["checkpoint.commit", "checkpoint.model_state", "checkpoint.optimizer_state", "checkpoint.export"],
     ["checkpoint.offline", "checkpoint.importing"],
+    ["handover"],
     ["sharding"],
     ["integrations.__init__", "integrations.random_state"],
     ["integrations.accelerate"],

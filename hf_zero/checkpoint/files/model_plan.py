@@ -73,13 +73,20 @@ def saves_given_state(model: nn.Module) -> bool:
     return method is not None and (hasattr(model, "peft_config") or "state_dict" in signature(method).parameters)
 
 
-def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None, **options: Any) -> FilePlan:
+def plan_model(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    infos: Sequence[TensorInfo] | None = None,
+    **options: Any,
+) -> FilePlan:
     """Find out what `model.save_pretrained(folder)` writes; its small files are written, the weights are not.
 
     Args:
         model: partitioned or not.
         folder: gets configuration files and, for several files of weights, their index.
         dtype: of floating-point tensors in the files; their own by default.
+        infos: of the state dict to save; the model's own by default.
         **options: of `save_pretrained`.
 
     Raises:
@@ -88,7 +95,8 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
     if not saves_given_state(model):
         return plan_state_dict(model, dtype=dtype)
     tracer = Tracer()
-    infos = [_info(name, value, dtype) for name, value in model.state_dict().items()]
+    if infos is None:
+        infos = [_info(name, value, dtype) for name, value in model.state_dict().items()]
     whole = {info.name: tracer.source(info.name, info.shape, info.dtype) for info in infos}
     from huggingface_hub.serialization import _torch
     from transformers import modeling_utils
@@ -112,8 +120,8 @@ def plan_model(model: nn.Module, folder: Path, dtype: torch.dtype | None = None,
             if found is None:
                 raise NotMovedError(f"{tensor_name} is computed from the parameters, not only moved")
             pieces[tensor_name] = found
-        infos = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
-        plan += FilePlan((layout_file(name, infos, metadata),), pieces)
+        found_in = [TensorInfo(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()]
+        plan += FilePlan((layout_file(name, found_in, metadata),), pieces)
     return plan
 
 
