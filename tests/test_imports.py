@@ -31,7 +31,7 @@ _FLOORS = [
     ["checkpoint.offline", "checkpoint.importing"],
     ["handover"],
     ["sharding"],
-    ["integrations.__init__", "integrations.random_state"],
+    ["integrations.__init__", "integrations.random_state", "integrations.vllm_weights"],
     ["integrations.accelerate"],
     ["integrations.pipeline", "integrations.trainer"],
     ["integrations.everywhere"],

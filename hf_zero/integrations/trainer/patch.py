@@ -33,6 +33,7 @@ from hf_zero.checkpoint.model_state import write_model
 from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.integrations import vllm_weights
 from hf_zero.integrations.accelerate.precision import scale_loss
 from hf_zero.integrations.accelerate.tensor_axis import also_on_cpus, gather_each_batch_once
 from hf_zero.integrations.random_state import share_random_state
@@ -55,6 +56,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
     """
     if _changes:
         return
+    vllm_weights.install()
     wrappers: dict[str, Callable[..., Any]] = {
         "__init__": functools.partial(_wrap_init, prepare_model=prepare_model, callback=callback),
         "call_model_init": functools.partial(_wrap_call_model_init, prepare_model=prepare_model),
