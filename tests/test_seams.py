@@ -412,6 +412,15 @@ PEFT = [
         "prompt_encoder(prompt_tokens)",
         "encoders of prompts are whole while they are saved",
     ),
+    Seam(peft.tuners.lora.layer.LoraLayer, "__init__", "self._caches", "what merging leaves there is put back"),
+    Seam(modeling.PreTrainedModel, "save_pretrained", "_hf_peft_config_loaded", "names of the base, without adapters"),
+]
+_VLLM = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+TRL = [
+    Seam(_VLLM, "_iter_named_params", "name = self._fix_param_name_to_vllm(name)", "wrapped: what it yields is whole"),
+    Seam(_VLLM, "sync_weights", "if self._weight_metadata is None:", "wrapped: shapes are known without a gather"),
+    Seam(_VLLM, "sync_weights", "else: for _ in self._iter_named_params():", "ranks that only take part"),
+    Seam(_VLLM, "sync_weights", "self.accelerator", "the rank that has the server's client"),
 ]
 
 
@@ -463,7 +472,7 @@ def tensor_axis_seams() -> list[Seam]:
     ]
 
 
-SEAMS = [*TORCH, *QUANTISED, *LOADING, *TRAINER, *ACCELERATE, *PEFT]
+SEAMS = [*TORCH, *QUANTISED, *LOADING, *TRAINER, *ACCELERATE, *PEFT, *TRL]
 if compare_versions("transformers", ">=", "5.23"):
     SEAMS += tensor_axis_seams()
 
