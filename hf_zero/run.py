@@ -1,4 +1,4 @@
-"""Run a script under ZeRO without changing it: `accelerate launch -m hf_zero.run --zero zero3.yaml script.py ...`."""
+"""Run a script under ZeRO without changing it: `accelerate launch -m hf_zero.run --zero 3 script.py ...`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hf_zero.run", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--zero", metavar="FILE", help=f"our configuration or DeepSpeed's (default: ${CONFIG_VARIABLE})"
+        "--zero",
+        metavar="CONFIG",
+        help=f"a stage (0 to 3), or a file: ours, or DeepSpeed's (default: ${CONFIG_VARIABLE})",
     )
     parser.add_argument("--expect", type=int, metavar="N", help="refuse another number of processes")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in `python -m`")

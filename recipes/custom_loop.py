@@ -30,7 +30,7 @@ import hf_zero as zero
 def main() -> None:
     """Read the arguments, train, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zero", help="ZeRO configuration: a YAML or JSON file (default: $HF_ZERO_CONFIG)")
+    parser.add_argument("--zero", help="ZeRO configuration: a stage (0 to 3), or a file (default: $HF_ZERO_CONFIG)")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--model_name_or_path", help="folder or hub name; default: a small Llama")
     parser.add_argument("--dataset_name", help="file or hub name; it has a column 'text'")

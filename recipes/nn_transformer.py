@@ -46,7 +46,7 @@ class Sorter(nn.Module):
 def main() -> None:
     """Train, save, load in plain PyTorch, sort."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zero", default="configs/nn_transformer.yaml", help="ZeRO configuration")
+    parser.add_argument("--zero", default="nn_transformer", help="ZeRO configuration: a stage (0 to 3), or a file")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_steps", type=int, default=400)
     parser.add_argument("--plot", action="store_true", help="draw loss and memory as history.png")

@@ -29,7 +29,7 @@ from hf_zero.integrations.pipeline import ZeroStage, clip_grad_norm_, keep_stage
 def main() -> None:
     """Read the arguments, train, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zero", help="ZeRO configuration: a YAML or JSON file (default: $HF_ZERO_CONFIG)")
+    parser.add_argument("--zero", help="ZeRO configuration: a stage (0 to 3), or a file (default: $HF_ZERO_CONFIG)")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--stages", type=int, default=2, help="groups of ranks, one behind the other")
     parser.add_argument("--chunks", type=int, default=1, help="parts of the model a rank; above 1: interleaved")

@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any, cast
 
+from hf_zero.config import files
 from hf_zero.config.files import CONFIG_VARIABLE
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, UsageError
@@ -31,7 +33,7 @@ def launch(argv: Sequence[str]) -> int:
     On a machine without an accelerator, `--num_processes N` starts N processes on the CPU, which accelerate alone does not.
 
     Args:
-        argv: options of `accelerate launch`, `--zero FILE`, the script, and the script's own arguments.
+        argv: options of `accelerate launch`, `--zero CONFIG`, the script, and the script's own arguments.
 
     Returns:
         The exit code: 0, 1 if a process has failed, 130 after Ctrl-C.
@@ -45,11 +47,11 @@ def launch(argv: Sequence[str]) -> int:
 
     parser = launch_command_parser()
     parser.prog = "hf-zero launch"
-    parser.add_argument("--zero", metavar="FILE", help="the ZeRO configuration: ours, or DeepSpeed's")
+    parser.add_argument("--zero", metavar="CONFIG", help="a stage (0 to 3), or a file: ours, or DeepSpeed's")
     args = parser.parse_args(list(argv))
     source = args.zero or os.environ.get(CONFIG_VARIABLE)
     if not source:
-        raise UsageError(f"launch needs --zero FILE before the script, or {CONFIG_VARIABLE}")
+        raise UsageError(f"launch needs --zero before the script (a stage, 0 to 3, or a file), or {CONFIG_VARIABLE}")
     if args.no_python:
         raise UsageError("launch runs Python scripts only: leave out --no_python")
     if args.use_fsdp or args.use_deepspeed or args.use_megatron_lm:
@@ -58,7 +60,7 @@ def launch(argv: Sequence[str]) -> int:
     _look_at_script(args.training_script, args.module)
     if args.config_file is not None and not os.path.isfile(args.config_file):
         raise UsageError(f"--config_file {args.config_file}: no such file")
-    zero = ["--zero", os.path.abspath(source) if os.path.exists(source) else source]
+    zero = ["--zero", files.from_anywhere(source)]
     if args.num_processes is not None:
         zero += ["--expect", str(args.num_processes)]
     is_module = ["--module"] if args.module else []
@@ -75,7 +77,9 @@ def launch(argv: Sequence[str]) -> int:
 def _look_at_configuration(source: str, num_processes: int | None) -> None:
     if num_processes is not None and num_processes < 1:
         raise UsageError(f"--num_processes is {num_processes}: give 1 or more")
-    wanted = ZeroConfig.load(source).expected_world_size
+    content, name = files.read(source)
+    # Not `load`, which shows what a DeepSpeed file means: rank 0 will.
+    wanted = ZeroConfig.from_dict(cast("Mapping[str, Any]", content), name).expected_world_size
     if None not in (wanted, num_processes) and wanted != num_processes:
         raise ConfigError(
             f"expected_world_size is {wanted}, but --num_processes is {num_processes}: change one of them"

@@ -106,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_arguments(
         commands.add_parser("plan", help="what a rank would hold and receive in each stage, and what fits"), _size
     )
-    commands.add_parser("launch", help="`accelerate launch` with --zero FILE, for any script (launch --help says more)")
+    commands.add_parser(
+        "launch", help="`accelerate launch` with --zero 3, or --zero FILE, for any script (launch --help says more)"
+    )
 
     bench = commands.add_parser("bench", help="measure on this machine, beside other engines")
     add_benchmarks(bench.add_subparsers(required=True, metavar="WHAT"))

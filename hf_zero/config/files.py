@@ -1,4 +1,4 @@
-"""Where a configuration is written: mappings, YAML and JSON files, JSON text, and the file that HF_ZERO_CONFIG names.
+"""Where a configuration is written: mappings, YAML and JSON files, JSON text, short forms, and what HF_ZERO_CONFIG names.
 
 The only reader of the `HF_ZERO_*` variables but for `HF_ZERO_COLLECTIVES`, which `ZeroConfig.exchange` reads.
 """
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_zero.config import values
+from hf_zero.config import shipped, values
 from hf_zero.errors import ConfigError
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
-"""Environment variable: the file that `ZeroConfig.load(None)` reads."""
+"""Environment variable: the file, JSON text or short form that `ZeroConfig.load(None)` reads."""
 
 
 def read(source: object) -> tuple[object, str]:
@@ -27,7 +27,7 @@ def read(source: object) -> tuple[object, str]:
         if not source:
             raise ConfigError(
                 f"no configuration was given and the environment variable {CONFIG_VARIABLE} is not set; "
-                "pass a path, or set it to the path of a YAML or JSON file"
+                "pass a stage or a path, or set it to a stage or to the path of a YAML or JSON file"
             )
         content, name = read(source)
         return content, f"{CONFIG_VARIABLE}={name}"
@@ -35,12 +35,23 @@ def read(source: object) -> tuple[object, str]:
         return source, "the given mapping"
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return _parse_json(source, "the inline JSON"), "the inline JSON"
+    if (isinstance(source, str) and shipped.is_short(source)) or type(source) is int:
+        stage = shipped.stage_of(source)
+        if stage is not None:
+            return {"stage": stage}, str(source)
+        return read_file(shipped.file_of(str(source))), str(source)
     if isinstance(source, (str, os.PathLike)):
         path = os.fsdecode(source)
         return read_file(path), path
     raise ConfigError(
-        f"{values.shown(source)} is not a configuration; use a ZeroConfig, a mapping, a path, or JSON text in {{...}}"
+        f"{values.shown(source)} is not a configuration; use a stage, a ZeroConfig, a mapping, a path, or JSON text in {{...}}"
     )
+
+
+def from_anywhere(source: str) -> str:
+    """What `read` takes to mean the same in another working directory: the whole path of a file, all else as it is."""
+    is_file = not shipped.is_short(source) and os.path.exists(source)
+    return os.path.abspath(source) if is_file else source
 
 
 def read_file(path: str) -> object:
@@ -51,7 +62,9 @@ def read_file(path: str) -> object:
     try:
         text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file (the working directory is {os.getcwd()})") from None
+        short = Path(path).stem
+        hint = f"; {short!r} alone is the one that comes with hf_zero" if short in shipped.names() else ""
+        raise ConfigError(f"{path}: no such file (the working directory is {os.getcwd()}){hint}") from None
     except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a NUL in the path
         raise ConfigError(f"{path!r}: cannot be read: {error}") from None
     return _parse_json(text, path) if suffix == ".json" else _parse_yaml(text, path)

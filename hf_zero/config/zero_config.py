@@ -208,7 +208,7 @@ class ZeroConfig:
 
     @classmethod
     def load(
-        cls, source: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+        cls, source: ZeroConfig | Mapping[str, Any] | str | int | os.PathLike[str] | None = None, **overrides: Any
     ) -> ZeroConfig:
         """Load a config from wherever it is written.
 
@@ -216,8 +216,8 @@ class ZeroConfig:
         ZeroConfig; `load_with_import` returns that too.
 
         Args:
-            source: a config, a mapping, a path (.yaml, .yml, .json), or JSON text that starts with "{". None: the
-                file that the variable HF_ZERO_CONFIG names.
+            source: a config, a stage (3), a mapping, a path (.yaml, .yml, .json), the name of a file that comes with the
+                package ("zero3"), or JSON text that starts with "{". None: what the variable HF_ZERO_CONFIG says.
             **overrides: fields that replace those of the source.
 
         Raises:
@@ -276,7 +276,7 @@ class DeepSpeedImport:
 
 
 def load_with_import(
-    source: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None, **overrides: Any
+    source: ZeroConfig | Mapping[str, Any] | str | int | os.PathLike[str] | None = None, **overrides: Any
 ) -> tuple[ZeroConfig, DeepSpeedImport | None]:
     """Like `ZeroConfig.load`, and returns the import too if the source was a DeepSpeed file (with overrides applied).
 

@@ -36,7 +36,7 @@ class Init:
     its engine at its first forward, or from `shard_model(model)`. All ranks must enter and leave together.
 
     Args:
-        config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names.
+        config: a `ZeroConfig`, a stage, a mapping, a path, or None for what HF_ZERO_CONFIG says.
         enabled: False does nothing.
         mesh: the ranks; as for `shard_model`.
 
@@ -50,7 +50,7 @@ class Init:
 
     def __init__(
         self,
-        config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        config: ZeroConfig | Mapping[str, Any] | str | int | os.PathLike[str] | None = None,
         enabled: bool = True,
         mesh: DeviceMesh | None = None,
     ) -> None:

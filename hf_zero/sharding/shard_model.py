@@ -30,7 +30,7 @@ from hf_zero.sharding.other_libraries.install import install
 
 def shard_model(
     model: nn.Module,
-    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: ZeroConfig | Mapping[str, Any] | str | int | os.PathLike[str] | None = None,
     mesh: DeviceMesh | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> ZeroEngine:
@@ -46,7 +46,7 @@ def shard_model(
     Args:
         model: any module, on one device, not wrapped. A model on the CPU is moved to this process's accelerator, if there is
             one and the process group is not gloo's alone.
-        config: a `ZeroConfig`, a mapping, a path, or None for the file that HF_ZERO_CONFIG names (a model made under
+        config: a `ZeroConfig`, a stage, a mapping, a path, or None for what HF_ZERO_CONFIG says (a model made under
             `Init` needs none).
         mesh: the ranks: one axis, over which parameters are cut, or two, of which the first is for replicas (as
             `torch.distributed.fsdp.fully_shard` takes them). None: all ranks, in `config.replicate` replicas.

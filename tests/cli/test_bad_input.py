@@ -85,6 +85,8 @@ def test_a_folder_whose_sizes_are_no_sizes_cannot_be_planned(
     [
         (["--zero", "typo.yaml", "fine.py"], "did you mean 'stage'?"),
         (["--zero", "none.yaml", "fine.py"], "no such file"),
+        (["--zero", "7", "fine.py"], "7 is not a stage; use 0, 1, 2 or 3"),
+        (["--zero", "zero7", "fine.py"], "'zero7' is not a configuration; use a stage"),
         (
             ["--zero", "two.yaml", "--num_processes", "3", "fine.py"],
             "expected_world_size is 2, but --num_processes is 3",
@@ -110,7 +112,7 @@ def test_launch_looks_before_it_starts_processes(
 
 def test_launch_ends_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import os\nif os.environ['RANK'] == '1': raise KeyError('mine')\n")
-    words = ["launch", "--num_processes", "2", "--zero", '{"stage": 3}', "fails.py"]
+    words = ["launch", "--num_processes", "2", "--zero", "3", "fails.py"]
     command = [sys.executable, "-m", "hf_zero.cli.main", *words]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_zero.config import files
 from hf_zero.config.zero_config import LossScale, StagePolicy, UnitGrouping, ZeroConfig, read_deepspeed
 from hf_zero.errors import ConfigError
 
@@ -417,10 +420,62 @@ def test_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         ZeroConfig.load("nul\0.yaml")
 
 
-@pytest.mark.parametrize("source", [3, ["stage"], b"zero.yaml", object()])
+@pytest.mark.parametrize("source", [3.0, True, ["stage"], b"zero.yaml", object()])
 def test_load_refuses_what_is_no_source(source: Any) -> None:
     with pytest.raises(ConfigError, match="is not a configuration; use "):
         ZeroConfig.load(source)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_short_forms_are_a_stage_or_a_shipped_file(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(f"zero{stage}").mkdir()  # what lies there by chance is not meant
+    for source in (stage, str(stage), f"zero{stage}"):
+        assert ZeroConfig.load(source) == ZeroConfig(stage=stage)
+        assert files.from_anywhere(str(source)) == str(source)
+    monkeypatch.setenv("HF_ZERO_CONFIG", f"zero{stage}")
+    assert ZeroConfig.load(bucket_bytes=5) == ZeroConfig(stage=stage, bucket_bytes=5)
+    Path("mine.yaml").write_text("stage: 3")
+    assert files.from_anywhere("mine.yaml") == str(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (7, r"^7 is not a stage; use 0, 1, 2 or 3, or a configuration file$"),
+        ("7", r"^7 is not a stage; use 0, 1, 2 or 3"),
+        (-1, r"^-1 is not a stage"),
+        (
+            "zero7",
+            r"^'zero7' is not a configuration; use a stage .*, one that comes with hf_zero \(.*zero0, zero1, .*, or a file",
+        ),
+        ("zero3.yaml", r"^zero3\.yaml: no such file .*; 'zero3' alone is the one that comes with hf_zero$"),
+    ],
+)
+def test_short_form_that_is_none_says_what_there_is(
+    source: int | str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        ZeroConfig.load(source)
+
+
+def test_wheel_has_what_short_forms_name(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    program = (
+        "import hf_zero as z; from hf_zero.config import shipped;"
+        "print(shipped.folder(), z.ZeroConfig.load(2).stage, z.ZeroConfig.load('zero3').stage)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.stdout.split() == [str(tmp_path / "installed" / "hf_zero" / "configs"), "2", "3"], run.stderr
+    there = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    shipped = tmp_path / "installed" / "hf_zero"
+    assert there == {path.relative_to(shipped) for path in shipped.rglob("*.yaml")}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -171,7 +171,7 @@ def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["script.py"], "launch needs --zero FILE"),
+        (["script.py"], "launch needs --zero before the script"),
         (["--zero", "z.yaml", "--use_fsdp", "script.py"], "cannot be combined with FSDP"),
         (["--zero", "z.yaml", "--no_python", "script"], "Python scripts only"),
     ],

@@ -45,7 +45,7 @@ class ZeroPlugin:
     """What `ZeroAccelerator` partitions with.
 
     Args:
-        config: a `ZeroConfig`, a mapping, a path; None for keywords alone, or the file that HF_ZERO_CONFIG names.
+        config: a `ZeroConfig`, a stage, a mapping, a path; None for keywords alone, or the file that HF_ZERO_CONFIG names.
         mesh: the ranks, as for `shard_model`; by default those of accelerate's `ParallelismConfig`, or all.
         **overrides: fields of `ZeroConfig`, such as `stage=2`.
 
@@ -55,7 +55,7 @@ class ZeroPlugin:
 
     def __init__(
         self,
-        config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        config: ZeroConfig | Mapping[str, Any] | str | int | os.PathLike[str] | None = None,
         mesh: DeviceMesh | None = None,
         **overrides: Any,
     ) -> None:

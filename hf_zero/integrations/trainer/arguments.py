@@ -45,9 +45,9 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     HF_ZERO_CONFIG), these are ordinary arguments.
 
     Args:
-        zero: a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see `ZeroConfig`. Under
-            `bf16=True` or `fp16=True`, a `compute_dtype` of "auto" becomes that (in stage 0 autocast is used, as under DDP);
-            a `compute_dtype` of float16 sets `fp16`.
+        zero: a stage (`zero=3`), a path to a YAML or JSON file (ours or DeepSpeed's), JSON text, or a dict; see
+            `ZeroConfig`. Under `bf16=True` or `fp16=True`, a `compute_dtype` of "auto" becomes that (in stage 0 autocast is
+            used, as under DDP); a `compute_dtype` of float16 sets `fp16`.
         zero_weights_only: `train(resume_from_checkpoint=...)` starts anew, at step 0 with a fresh optimizer, from the
             weights of the checkpoint.
         zero_any_batch: resume from a checkpoint that was written with another number of samples per step, although
@@ -64,8 +64,8 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "zero"]  # noqa: RUF012
 
     # HfArgumentParser takes the second type of the union for the command line.
-    zero: dict | str | None = field(  # type: ignore[type-arg]
-        default=None, metadata={"help": "ZeRO configuration: a YAML or JSON file, or JSON text."}
+    zero: dict | str | int | None = field(  # type: ignore[type-arg]
+        default=None, metadata={"help": "ZeRO configuration: a stage (0 to 3), a YAML or JSON file, or JSON text."}
     )
 
     zero_weights_only: bool = field(
@@ -217,7 +217,7 @@ def with_zero(arguments: type[Arguments]) -> type[Arguments]:
         arguments: a dataclass derived from `TrainingArguments`, such as TRL's `SFTConfig` or `Seq2SeqTrainingArguments`.
 
     Example:
-        args = zero.with_zero(SFTConfig)(output_dir="out", zero="configs/zero3.yaml")
+        args = zero.with_zero(SFTConfig)(output_dir="out", zero=3)
     """
     if issubclass(arguments, ZeroTrainingArguments):
         return arguments
@@ -250,7 +250,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         config: for a model that is not partitioned yet; None takes `args.zero_config`.
     """
 
-    def __init__(self, config: ZeroConfig | Mapping[str, Any] | str | None = None) -> None:
+    def __init__(self, config: ZeroConfig | Mapping[str, Any] | str | int | None = None) -> None:
         self._config = None if config is None else ZeroConfig.load(config)
         self.signal_saves: SignalSaves | None = None
         self._start: Start | None = None

@@ -282,6 +282,8 @@ def test_the_variable_names_the_configuration(tmp_path: Path) -> None:
     model = accelerator.prepare(make_model(CASE))
     config = zero.engine_of(model).world.config
     assert (config.stage, config.compute_dtype, is_plain(model)) == (2, "bfloat16", False)
+    assert zero.ZeroPlugin(1).config == zero.ZeroPlugin("zero1").config == zero.ZeroConfig(stage=1)
+    assert zero.shard_model(make_model(CASE), 1).world.config == zero.ZeroConfig(stage=1)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.utils import compare_versions
 from torch.distributed.tensor import DTensor
@@ -70,6 +71,17 @@ def test_arguments_are_read_from_everywhere(folder: str) -> None:
     ways["torch_save"] = torch.load(buffer, weights_only=False)
     ways["deepcopy"] = copy.deepcopy(args)
     ways["replace"] = dataclasses.replace(args, learning_rate=0.5)
+    Path(folder, "short.yaml").write_text(f"output_dir: {folder}/out\nuse_cpu: true\nreport_to: none\nzero: 2\n")
+    short = [
+        made(folder, zero=2),
+        made(folder, zero="zero2"),
+        parser.parse_args_into_dataclasses([*words, "2"])[0],
+        parser.parse_yaml_file(f"{folder}/short.yaml")[0],
+        pickle.loads(pickle.dumps(made(folder, zero=2))),
+    ]
+    assert [each.zero_config for each in short] == [zero.ZeroConfig(stage=2)] * len(short)
+    with pytest.raises(zero.ConfigError, match=r"^7 is not a stage"):
+        made(folder, zero=7)
     os.environ["HF_ZERO_CONFIG"] = str(path)
     ways["variable"] = made(folder)
     del os.environ["HF_ZERO_CONFIG"]
