@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hf_zero.config.files import CONFIG_VARIABLE
-from hf_zero.errors import ConfigError, UsageError
+from hf_zero.errors import ConfigError, UsageError, ZeroError
 
 _HELP = ("-h", "--help")
 _GONE = ("closed by peer", "reset by peer", "Broken pipe")  # as gloo words it
@@ -74,10 +74,23 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
             f"hf_zero: interrupted at {at or inside}{f', in {inside}' if at not in ('', inside) else ''}",
             file=sys.stderr,
         )
-    elif "gloo/transport" in str(error) and any(word in str(error) for word in _GONE):
+    elif _is_loss_of_peer(error):
         print("hf_zero: a peer has ended in the middle of an exchange: its own error says why", file=sys.stderr)
     else:
+        _leave_out_transport(error)
         sys.__excepthook__(kind, error, trace)
+
+
+def _is_loss_of_peer(error: BaseException | None) -> bool:
+    return "gloo/transport" in str(error) and any(word in str(error) for word in _GONE)
+
+
+def _leave_out_transport(error: BaseException | None) -> None:
+    """Of errors that name what a transport's error means, and quote it, show them alone."""
+    while error is not None:
+        if isinstance(error, ZeroError) and "gloo/transport" in str(error.__cause__):
+            error.__cause__, error.__suppress_context__ = None, True
+        error = error.__cause__ or error.__context__
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -70,6 +70,7 @@ def launch(argv: Sequence[str]) -> int:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         if args.config_file is None and (args.num_processes or 1) > 1:
             args.cpu, args.multi_gpu = False, True  # accelerate starts one process for `--cpu --num_processes 2`
+    _fill_in(args)
     sys.stdout.flush()
     return _start(args)
 
@@ -100,6 +101,22 @@ def _look_at_script(script: str, is_module: bool) -> None:
         except (SyntaxError, ValueError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             raise UsageError(f"{script}{line}: is not Python: {getattr(error, 'msg', error)}") from None
+
+
+def _fill_in(args: Namespace) -> None:
+    """Options that were left out as accelerate itself would take them: it tells that in five lines."""
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    if args.config_file is not None or (os.path.isfile(default_config_file) and not args.cpu):
+        return  # that file says what they are
+    if args.num_processes is None:
+        args.num_processes = max(torch.accelerator.device_count(), 1)
+    if args.num_processes > 1 and not (args.cpu or args.tpu):
+        args.multi_gpu = True
+    args.num_machines = args.num_machines or 1
+    args.mixed_precision = args.mixed_precision or "no"
+    args.dynamo_backend = args.dynamo_backend or "no"
 
 
 def _start(args: Namespace) -> int:

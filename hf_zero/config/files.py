@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hf_zero.config import shipped, values
 from hf_zero.errors import ConfigError
@@ -112,6 +112,22 @@ def _parse_yaml(text: str, source: str) -> object:
         raise ConfigError(f"{source}: is not YAML: {where}{error.problem or error.context}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-45
         raise ConfigError(f"{source}: cannot be read as YAML: {error}") from None
+
+
+SUMMARY_VARIABLE = "HF_ZERO_SUMMARY"
+"""Environment variable: how much summaries say."""
+
+
+def summary_level() -> Literal["short", "full", "none"]:
+    """How much summaries say. Raises ConfigError for an unknown word."""
+    word = os.environ.get(SUMMARY_VARIABLE, "").strip().lower()
+    if word in ("full", "all"):
+        return "full"
+    if word in ("none", "0"):
+        return "none"
+    if word not in ("", "1", "short"):
+        raise ConfigError(f"{SUMMARY_VARIABLE} is {word!r}; use short, full or none")
+    return "short"
 
 
 @functools.cache

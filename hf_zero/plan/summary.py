@@ -53,19 +53,40 @@ def _is_gathered_twice(engine: ZeroEngine, unit: Unit) -> bool:
     return not is_kept and any(map(reads_in_backward, unit.entries))
 
 
-def summary(engine: ZeroEngine, mixed_precision: str = "no") -> str:
-    """At most 15 lines about a partitioned model, for rank 0 to show when training starts.
+def summary(engine: ZeroEngine, mixed_precision: str = "no", is_full: bool = True) -> str:
+    """Lines about a partitioned model, for rank 0 to show when training starts: at most 15, or 4.
 
     Args:
         engine: of the model.
         mixed_precision: accelerate's word for the autocast that is on in forwards.
+        is_full: whether all is told.
     """
-    world, config = engine.world, engine.world.config
     states = model_states(engine)
     total = sum(p.param.numel() for p in engine.parameters)
     trainable = sum(p.param.numel() for p in engine.parameters if p.param.requires_grad)
+    parameters = f"{total:,} ({trainable:,} trainable)"
+    if is_full:
+        return _in_full(engine, states, parameters, _dtypes(engine, mixed_precision))
+    world = engine.world
+    units = f", {len(engine.units)} units of at most {_size(states.largest_unit)}" if engine.units else ""
+    lines = [
+        f"hf_zero: stage {world.config.stage}, world size {world.num_ranks}{_axes(world)}, exchange {_exchange(world)}{units}",
+        f"parameters: {parameters}; {_dtypes(engine, mixed_precision)}",
+        f"a rank: {_size(states.parameters)} parameters, {_size(states.gradients)} gradients, {_size(states.optimizer)} "
+        "optimizer (two states, as Adam)",
+        f"a step: {_size(states.traffic)} received by a rank (one micro-batch); HF_ZERO_SUMMARY=full says more",
+    ]
+    return "\n  ".join(lines)
+
+
+def _exchange(world: World) -> str:
+    return "none (one process)" if world.num_ranks == 1 else f"{world.shards.name} on {world.shards.backend}"
+
+
+def _in_full(engine: ZeroEngine, states: ModelStates, parameters: str, dtypes: str) -> str:
+    world, config = engine.world, engine.world.config
     collectives = world.shards
-    exchange = "none (one process)" if world.num_ranks == 1 else f"{collectives.name} on {collectives.backend}"
+    exchange = _exchange(world)
     if collectives.reason:
         exchange += f" ({collectives.reason})"
     if world.num_ranks > 1 and config.reduce_scatter is not True:
@@ -77,8 +98,8 @@ def summary(engine: ZeroEngine, mixed_precision: str = "no") -> str:
         ("stage", f"{config.stage}, world size {world.num_ranks}" + _axes(world)),
         ("exchange", exchange),
         ("units", units),
-        ("parameters", f"{total:,} ({trainable:,} trainable)"),
-        ("dtypes", _dtypes(engine, mixed_precision)),
+        ("parameters", parameters),
+        ("dtypes", dtypes),
         ("a rank: parameters", _mib(states.parameters)),
         ("a rank: gradients", _mib(states.gradients)),
         ("a rank: optimizer", f"{_mib(states.optimizer)} (two states, as Adam)"),
@@ -197,11 +218,18 @@ class Measured:
         return cls(num_steps, _held(state), traffic, (so_far.seconds - start.seconds) / num_steps, peak)
 
 
-def summary_after(engine: ZeroEngine, measured: Measured) -> str:
-    """What was measured in a training, beside what its start promised."""
+def summary_after(engine: ZeroEngine, measured: Measured, is_full: bool = True) -> str:
+    """What was measured in a training: in two lines, or beside what its start promised."""
+    is_on_device = engine.world.device.type != "cpu"
+    if not is_full:
+        peak = f"{_size(measured.peak)} of the {'device' if is_on_device else 'process, programs included'}"
+        return (
+            f"hf_zero, after {measured.num_steps:,} steps: {_size(measured.traffic)} received a step, evaluation and saves "
+            f"included\n  optimizer {_size(measured.optimizer)} a rank, peak {peak}, {measured.seconds * 1e3:,.1f} ms a step "
+            "waited for peers"
+        )
     states = model_states(engine)
     expected = states.parameters + states.gradients + states.optimizer + states.largest_unit
-    is_on_device = engine.world.device.type != "cpu"
     rows = [
         ("", "measured", "expected", ""),
         ("a rank: optimizer", _mib(measured.optimizer), _mib(states.optimizer), "(expected: two states, as Adam)"),
@@ -214,10 +242,8 @@ def summary_after(engine: ZeroEngine, measured: Measured) -> str:
         (
             "peak",
             _mib(measured.peak),
-            _mib(expected),
-            "(of the device; expected: without activations)"
-            if is_on_device
-            else "(of the process; expected: without activations and programs)",
+            _mib(expected) if is_on_device else "",  # of a process, most is not the model's
+            "(of the device; expected: without activations)" if is_on_device else "(of the process, programs included)",
         ),
         ("waited a step", f"{measured.seconds * 1e3:,.1f} ms", "", "(for peers)"),
     ]
@@ -245,6 +271,14 @@ def _offloaded(world: World) -> str:
     ]
     slots = f"; a step reads and writes {offload.slots} slots of {_mib(offload.slot_bytes)}"
     return ", ".join(parts) + (slots if offload.optimizer == "disk" else "")
+
+
+def _size(num_bytes: int) -> str:
+    """In the unit that suits it: a tiny model is not 0.0 MiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.1f} {name}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _mib(num_bytes: int) -> str:

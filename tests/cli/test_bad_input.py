@@ -117,5 +117,6 @@ def test_launch_ends_with_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr
+    assert "were not passed to `accelerate launch`" not in done.stderr
     assert "ChildFailedError" not in done.stderr and "elastic" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("hf-zero: rank ")

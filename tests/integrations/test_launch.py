@@ -1,5 +1,7 @@
 """Scripts that know nothing of hf_zero train under it: the launcher, `hf_zero.run`, `with_zero`, `hf-zero config`."""
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -20,6 +22,7 @@ import hf_zero as zero
 from hf_zero import run
 from hf_zero.cli import configure
 from hf_zero.cli import main as cli
+from hf_zero.comm.exchange import named
 from hf_zero.integrations import everywhere
 from tests.ranks import ENVIRONMENT, on_ranks, run_alone
 
@@ -107,8 +110,8 @@ def test_importing_hf_zero_switches_on_what_the_environment_names(place: str, tm
         [sys.executable, "script.py", "out"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     if place == "top":
-        assert "hf_zero\n  stage               3" in result.stderr, result.stderr
-        assert "hf_zero, after 3 steps\n" in result.stderr
+        assert "hf_zero: stage 3, world size 1, exchange none (one process)" in result.stderr, result.stderr
+        assert "hf_zero, after 3 steps: " in result.stderr
         assert _found(result)[0] == 1
     else:
         assert (
@@ -179,6 +182,43 @@ def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> No
 def test_launch_refuses_what_it_cannot_do(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", *argv]) == 1
     assert text in capsys.readouterr().err
+
+
+_GLOO = (
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3021",
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:3021: Connection reset by peer",
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:510] writev [127.0.0.1]:3021: Broken pipe",
+)
+
+
+def _told_of(cause: str) -> tuple[str, str]:
+    """What ends a program whose peer is gone: as it comes from gloo, and as an exchange of ours names it."""
+    raw = RuntimeError(cause)
+    told = []
+    for error in (raw, named(raw, "gather of unit 'head'", 1, 9.0)):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                raise error from (None if error is raw else raw)
+            except RuntimeError as caught:
+                run._tell(type(caught), caught, caught.__traceback__)
+        told.append(said.getvalue())
+    return told[0], told[1]
+
+
+def test_a_peers_end_is_one_sentence_whoever_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    sentence = "hf_zero: a peer has ended in the middle of an exchange: its own error says why\n"
+    for text in _GLOO:
+        assert _told_of(text) == (sentence, sentence)
+
+
+def test_a_transports_error_stands_not_beside_ours_that_quotes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    text = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms for recv operation"
+    raw, ours = _told_of(text)
+    assert f"RuntimeError: {text}" in raw
+    assert ours.count(text) == 1 and "rank 0 waited 9 s for rank 1 in gather of unit 'head'" in ours
+    assert "RuntimeError: [" not in ours and "direct cause" not in ours
 
 
 # --- arguments of any class -----------------------------------------------------------------------------------------

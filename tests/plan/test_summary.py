@@ -54,6 +54,8 @@ class Found:
     text: str
     measured: Measured
     after: str
+    short: str
+    short_after: str
 
 
 def measure(stage: int, compute: str = "float32", **config: Any) -> Found:
@@ -79,6 +81,8 @@ def measure(stage: int, compute: str = "float32", **config: Any) -> Found:
         text=summary(engine),
         measured=measured,
         after=summary_after(engine, measured),
+        short=summary(engine, is_full=False),
+        short_after=summary_after(engine, measured, is_full=False),
     )
 
 
@@ -141,6 +145,19 @@ def test_the_text_at_the_end_has_what_was_measured_beside_what_was_expected(stag
     assert found.measured.optimizer == found.states.optimizer + counters
     assert found.measured.traffic >= found.states.traffic // 2
     assert found.after.startswith("hf_zero, after 2 steps\n") and "of the process" in found.after
+    peak = next(line for line in found.after.splitlines() if line.startswith("  peak"))
+    assert peak.count("MiB") == 1  # nothing is expected of a process that is mostly programs
+
+
+@on_ranks(RANKS, stage=STAGES)
+def test_the_short_text_is_four_lines_and_reads_well_of_a_small_model(stage: int) -> None:
+    found = measure(stage)
+    assert len(found.short.splitlines()) == 4 and len(found.short_after.splitlines()) == 2
+    assert f"hf_zero: stage {stage}, world size 2, exchange pairwise on gloo" in found.short
+    assert f"{found.states.parameters / 2**10:.1f} KiB parameters" in found.short
+    assert f"{found.states.traffic / 2**10:.1f} KiB received" in found.short
+    assert all(len(line) <= 128 for line in [*found.short.splitlines(), *found.short_after.splitlines()])
+    assert "expected" not in found.short_after and "0.0" not in found.short
 
 
 @alone()

@@ -24,6 +24,7 @@ _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _LISTS = (nn.ModuleList, nn.Sequential)  # that hold a model's repeated blocks
 _IGNORED = "_zero_ignored"  # a module's attribute: names of parameters that are left as they are
 _SIZE_FRACTION = 8  # grouping by size makes units of about an eighth of the model
+_LARGE_NUMEL = 10**7
 
 
 @dataclass(eq=False)
@@ -127,7 +128,9 @@ def _entries(model: nn.Module, grouping: UnitGrouping) -> set[int]:
         blocks = _automatic_blocks(model)
     if not blocks:
         total = sum(param.numel() for param in model.parameters())
-        logger.warning(
+        level = logging.WARNING if total >= _LARGE_NUMEL else logging.INFO  # of a small one, it does not matter
+        logger.log(
+            level,
             "no repeated blocks found in %s: its parameters are grouped by size instead, into units of about %d elements; "
             "name the block classes with `units: [ClassName]` if that is too coarse",
             type(model).__name__,

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_zero.checkpoint.ranks.background import background_of, wait_for
-from hf_zero.config.files import CONFIG_VARIABLE
+from hf_zero.config.files import CONFIG_VARIABLE, summary_level
 from hf_zero.config.zero_config import ZeroConfig, load_with_import
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, UsageError
@@ -32,6 +32,8 @@ from hf_zero.sharding.init import activate
 from hf_zero.sharding.shard_model import shard_model
 
 logger = logging.getLogger(__name__)
+
+_LARGE_BYTES = 2**30  # of a model: holding all of it, while it is made, may be too much
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
@@ -252,6 +254,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, config: ZeroConfig | Mapping[str, Any] | str | int | None = None) -> None:
         self._config = None if config is None else ZeroConfig.load(config)
+        self._level = summary_level()
         self.signal_saves: SignalSaves | None = None
         self._start: Start | None = None
         patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
@@ -264,8 +267,8 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Show what is partitioned, on rank 0."""
         engine = engine_of(_unwrap(model)) if model is not None else None
-        if engine is not None and engine.world.rank == 0:
-            sys.stderr.write(summary(engine, args.mixed_precision) + "\n")
+        if engine is not None and engine.world.rank == 0 and self._level != "none":
+            sys.stderr.write(summary(engine, args.mixed_precision, self._level == "full") + "\n")
             self._start = Start.of(engine, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -287,7 +290,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         wait_for(engine.world)
         if self._start is not None:
             measured = Measured.since(self._start, engine, getattr(optimizer, "state", {}), state.global_step)
-            sys.stderr.write(f"\n{summary_after(engine, measured)}\n")  # below the progress bar
+            sys.stderr.write(f"\n{summary_after(engine, measured, self._level == 'full')}\n")  # below the progress bar
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -309,13 +312,15 @@ def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: 
         return
     if is_left_whole(model):
         return
-    if not is_ours and config is not None and _is_worth_a_warning(config):
+    if not is_ours and config is not None and args.process_index == 0 and _is_worth_a_warning(model, config):
         logger.warning(
-            "the model was made before its ZeroTrainingArguments, so every rank holds all of it: it is partitioned now; "
-            "make the arguments first, and it is partitioned while it loads"
+            "every rank has held all of %s, which is partitioned now: where arguments are made first, from_pretrained and "
+            "from_config partition it while it is made; so does hf_zero.Init with any constructor",
+            type(model).__name__,
         )
     shard_model(model, config)
 
 
-def _is_worth_a_warning(config: ZeroConfig) -> bool:
-    return config.policy.shards_parameters
+def _is_worth_a_warning(model: nn.Module, config: ZeroConfig) -> bool:
+    nbytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    return config.policy.shards_parameters and nbytes >= _LARGE_BYTES

@@ -212,11 +212,18 @@ def test_min_numel_never_cuts_into_modules_that_read_their_childrens_parameters(
     assert not any(name.startswith(("1.", "2.")) for part in parts for name in part.name.split(" + "))
 
 
-def test_small_model_without_blocks_is_grouped_by_size_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+@pytest.mark.parametrize("width", [4, 1200])
+def test_model_without_blocks_is_grouped_by_size_with_a_warning_if_it_is_large(
+    width: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
     with caplog.at_level(logging.WARNING):
         names = _names(model)
     assert len(names) == 8
+    if width == 4:
+        assert not caplog.text
+        return
     assert "no repeated blocks found in Sequential" in caplog.text and "units: [ClassName]" in caplog.text
 
 
