@@ -226,7 +226,7 @@ def _names_for(optimizer: Any, accelerator: Any) -> nn.Module:
 class _Checked:
     """What has been found to be whole and to fit, before anything is changed."""
 
-    custom: list[Any]
+    custom: list[tuple[Any, Any]]
     order: list[dict[str, Any]]
     step: int
 
@@ -256,17 +256,23 @@ def load_state(
     with world.together(what, CheckpointError):
         pairs = zip(saved, accelerator._optimizers, strict=True)
         optimizers = [LoadedState(each, optimizer, _names_for(optimizer, accelerator)) for each, optimizer in pairs]
-        checked = _check_files(accelerator, folder, manifest, kwargs, allow_pickle)
+        is_imported = "imported_from" in manifest.config  # of another library: weights, optimizer, and nothing else
+        checked = None if is_imported else _check_files(accelerator, folder, manifest, kwargs, allow_pickle)
     models = _after_load_hooks(accelerator, folder, world)
     plans = world.from_first(
         lambda: [_plan_reading(model, i, folder) for i, model in enumerate(models)], what, CheckpointError
     )
 
     # State changes from here on. Parameters come last, except for the user's objects, which may need them.
-    with world.together(what, CheckpointError):
-        _load_small_files(accelerator, folder, checked, kwargs)
-    share_random_state(world)
-    if world.rank == 0 and manifest.world_size != world.num_ranks:
+    if checked is not None:
+        with world.together(what, CheckpointError):
+            _load_small_files(accelerator, folder, checked, kwargs)
+        share_random_state(world)
+    elif world.rank == 0:
+        logger.warning(
+            "%s was imported: its weights and optimizer states are loaded; %s", folder, _begins_anew(accelerator)
+        )
+    if checked is not None and world.rank == 0 and manifest.world_size != world.num_ranks:
         logger.info(
             "%s was saved by %d ranks, and %d load it: random states of others are skipped, ranks without any keep theirs",
             folder,
@@ -285,7 +291,7 @@ def load_state(
         if engine is not None:
             engine.mark_dirty()
     with world.together(what, CheckpointError):
-        for obj, state in zip(accelerator._custom_objects, checked.custom, strict=True):
+        for obj, state in checked.custom if checked is not None else []:
             obj.load_state_dict(state)
 
 
@@ -323,7 +329,17 @@ def _check_files(
     if own in manifest.files:
         _read_small(folder / own, {})
     step = int(_read_small(folder / f"{_RANDOM}_0.pkl", {})["step"])
-    return _Checked(custom, json.loads((folder / _ORDER).read_text()), step)
+    pairs = list(zip(accelerator._custom_objects, custom, strict=True))
+    return _Checked(pairs, json.loads((folder / _ORDER).read_text()), step)
+
+
+def _begins_anew(accelerator: Any) -> str:
+    """What an accelerator saves beside weights and optimizer states, in words."""
+    parts = ["random states", "the order of data"]
+    parts += ["schedulers"] if accelerator._schedulers else []
+    parts += ["registered objects"] if accelerator._custom_objects else []
+    parts += ["the loss scale"] if accelerator.scaler is not None else []
+    return f"{', '.join(parts[:-1])} and {parts[-1]} begin anew"
 
 
 def _read_small(path: Path, kwargs: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import hf_zero as zero
 from hf_zero.checkpoint.commit import verify
 from hf_zero.checkpoint.importing.convert import import_dcp, import_deepspeed
 from hf_zero.checkpoint.model_state import read_model
@@ -38,6 +39,7 @@ from hf_zero.checkpoint.ranks.cooperative import read_files
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
+from tests.integrations.accelerate.loops import logged
 from tests.models import CASES, make_model
 from tests.ranks import run_ranks
 
@@ -411,6 +413,44 @@ def test_sharded_dcp_checkpoint_resumes_bit_equal(form: str, sharded: Any, tmp_p
         optimizer.state[param] = states["state"][name]
     assert len(numbers) == len(optimizer.state)
     assert_resumes(out, model, optimizer, make_model(CASES["llama"], seed=2))
+
+
+def _go_on(folder: str, weights: dict[str, Tensor]) -> None:
+    """Load an import by `load_state`, and take a step as the model that was saved would."""
+    for stage in (1, 2, 3):
+        oracle = make_model(CASES["llama"], seed=1)
+        oracle.load_state_dict(weights)
+        optimizer = optimizer_of(oracle)
+        read = LoadedState(read_state(Path(folder), "optimizer"), optimizer, oracle)
+        plan, sources = read.install()
+        read_files([file.name for file in plan.files], plan.pieces, sources, Path(folder), 0)
+
+        accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=stage, collectives="pairwise"))
+        model = make_model(CASES["llama"], seed=2)
+        model, ours = accelerator.prepare(model, optimizer_of(model))
+        ours, _ = accelerator.prepare(ours, torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1.0))
+        accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+        before = torch.get_rng_state()
+        with logged() as lines:
+            accelerator.load_state(folder)
+        told = [line for line in lines if "was imported: its weights and optimizer states are loaded" in line]
+        assert len(told) == (accelerator.process_index == 0)
+        assert all("order of data, schedulers and registered objects begin anew" in line for line in told)
+        assert torch.equal(torch.get_rng_state(), before)
+        for _ in range(2):
+            (sum(oracle(**CASES["llama"].batch(5, rank)).loss for rank in range(2)) / 2).backward()
+            accelerator.backward(model(**CASES["llama"].batch(5, accelerator.process_index)).loss)
+            for each in (optimizer, ours):
+                each.step()
+                each.zero_grad()
+        for name, value in accelerator.get_state_dict(model).items():
+            torch.testing.assert_close(value, oracle.state_dict()[name], rtol=0, atol=2e-6)
+        accelerator.free_memory()
+
+
+def test_load_state_goes_on_from_an_import_and_says_what_is_not_in_it(sharded: Any, tmp_path: Path) -> None:
+    folder, weights, _ = sharded
+    run_ranks(_go_on, 2, str(import_dcp(folder / "nested", tmp_path / "out", False)), weights)
 
 
 @pytest.mark.usefixtures("pickled_enums")
