@@ -112,7 +112,7 @@ def _refuse_shared_devices(axis: Axis, numbers: list[int]) -> None:
     """Two ranks cannot exchange on one device: NCCL says so in the first exchange, or waits for ever."""
     first: dict[int, int] = {}
     for rank, number in zip(axis.ranks, numbers, strict=True):
-        if (other := first.setdefault(number, rank)) != rank:
+        if number and (other := first.setdefault(number, rank)) != rank:
             raise ConfigError(
                 f"ranks {other} and {rank} are both on one device of a host, where they cannot exchange: start one process a "
                 f"device, and let each take its own (`torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))`, or "
