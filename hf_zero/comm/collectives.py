@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_zero.comm import torch_groups
 from hf_zero.comm.agreements import Agreements
+from hf_zero.comm.copies import copies_of
 from hf_zero.comm.exchange import Exchange, Work, named
 from hf_zero.layout import RowLayout
 
@@ -122,12 +123,13 @@ class Collectives(Agreements, RowCollectives):
     def reduce_whole(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """Like `reduce_scatter`, by an all-reduce of whole tensors; the transport decides the order of additions."""
         # Copies, because the transport reduces in place and autograd may still own the gradients.
-        sums = [item.flat.to(output.dtype, copy=True) for item, output in zip(items, outputs, strict=True)]
+        sums = copies_of([item.flat for item in items], [output.dtype for output in outputs])
         operation, rest = self._operation(divisor)
 
         def keep_own_rows() -> None:
-            for item, output, total in zip(items, outputs, sums, strict=True):
-                torch.div(item.layout.elements_of(total, self.rank), rest, out=output)
+            own = [item.layout.elements_of(total, self.rank) for item, total in zip(items, sums, strict=True)]
+            torch._foreach_copy_(list(outputs), own)
+            divide(outputs, rest)
 
         return self._all_reduce(sums, unit, operation, keep_own_rows)
 
@@ -143,7 +145,7 @@ class Collectives(Agreements, RowCollectives):
             chosen = [(item, output) for item, output in zip(items, outputs, strict=True) if output.dtype == dtype]
             for owner in range(self.num_ranks):
                 # A separate copy: the transport writes to it even on ranks that are not the owner.
-                buffer = torch.cat([item.layout.elements_of(item.flat, owner).to(dtype) for item, _ in chosen])
+                buffer = torch.cat([item.layout.elements_of(item.flat, owner) for item, _ in chosen]).to(dtype)
                 if not buffer.numel():
                     continue
                 call = partial(dist.reduce, buffer, group=self.group, group_dst=owner, async_op=True)
@@ -176,9 +178,20 @@ class Collectives(Agreements, RowCollectives):
 
     def _operation(self, divisor: int) -> tuple[Any, int]:
         """How the transport adds up, and what is left to divide by: NCCL divides each term, as DDP does, on its way."""
-        if self.backend == "nccl" and divisor == self.num_ranks:
+        if divisor == self.num_ranks and self.averages:
             return dist.ReduceOp.AVG, 1
         return dist.ReduceOp.SUM, divisor
+
+    @cached_property
+    def averages(self) -> bool:
+        """Whether the transport can divide. Torch does not tell, and names say little: it is tried once, by all ranks."""
+        if self.backend == "gloo":
+            return False
+        try:
+            dist.all_reduce(torch.zeros(1, device=self.device), dist.ReduceOp.AVG, group=self.group)
+        except (RuntimeError, ValueError, NotImplementedError):
+            return False
+        return True
 
     def _all_reduce(self, tensors: Sequence[Tensor], unit: str, operation: Any, finish: Callable[[], None]) -> Exchange:
         tensors = [tensor for tensor in tensors if tensor.numel()]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_zero.comm import torch_groups
 from hf_zero.comm.collectives import Collectives, Rows, divide
+from hf_zero.comm.copies import padded_copies_of
 from hf_zero.comm.exchange import Exchange
 
 
@@ -62,30 +63,41 @@ class NativeCollectives(Collectives):
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`."""
         calls: list[Callable[[], dist.Work | None]] = []
-        keep, copies, received = [], [], 0
+        short: list[tuple[Tensor, Tensor]] = []
+        chunks, received = [], 0
         description = self._describe("reduce_scatter", unit)
         operation, rest = self._operation(divisor)
         reduce = partial(torch_groups.reduce_scatter_single, op=operation, group=self.group, async_op=True)
-        for item, output in zip(items, outputs, strict=True):
-            layout = item.layout
-            if not layout.chunk_numel:
-                continue
-            padded = item.flat.to(output.dtype)
-            if layout.padded_numel != layout.numel:
-                padded = torch.nn.functional.pad(padded, (0, layout.padded_numel - layout.numel))
-            chunk = output
-            if output.numel() != layout.chunk_numel:
-                chunk = output.new_empty(layout.chunk_numel)
-                copies.append((output, chunk[: output.numel()]))
-            calls.append(partial(reduce, chunk, padded))
-            keep.append((padded, chunk))
-            received += padded.nbytes - chunk.nbytes
+        chosen = [(item, output) for item, output in zip(items, outputs, strict=True) if item.layout.chunk_numel]
+        sent = _as_sent(chosen)
+        for (item, output), flat in zip(chosen, sent, strict=True):
+            chunk, numel = output, item.layout.chunk_numel
+            if output.numel() != numel:
+                chunk = output.new_empty(numel)
+                short.append((output, chunk[: output.numel()]))
+            calls.append(partial(reduce, chunk, flat))
+            chunks.append(chunk)
+            received += flat.nbytes - chunk.nbytes
 
         def finish() -> None:
-            for output, chunk in copies:
-                output.copy_(chunk)
+            if short:
+                torch._foreach_copy_([output for output, _ in short], [values for _, values in short])
             divide(outputs, rest)
 
         parts = self._start_all(description, calls, self.group)
         entry = self.ledger.add("reduce_scatter", unit, received)
-        return self._exchange(description, parts, entry, finish, keep)
+        return self._exchange(description, parts, entry, finish, keep=(sent, chunks))
+
+
+def _as_sent(chosen: Sequence[tuple[Rows, Tensor]]) -> list[Tensor]:
+    """What each rank gives to a sum: in the sum's dtype, and as long as all ranks' rows together, copied where it is not so."""
+    sent = [item.flat for item, _ in chosen]
+    moved = [
+        i
+        for i, (item, output) in enumerate(chosen)
+        if item.flat.dtype != output.dtype or item.layout.padded_numel != item.layout.numel
+    ]
+    dtypes, numels = [chosen[i][1].dtype for i in moved], [chosen[i][0].layout.padded_numel for i in moved]
+    for i, copy in zip(moved, padded_copies_of([sent[i] for i in moved], dtypes, numels), strict=True):
+        sent[i] = copy
+    return sent

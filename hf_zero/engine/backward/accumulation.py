@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.copies import in_dtypes
 from hf_zero.engine.backward.reduction import Reducer
-from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.unreduced import UnreducedGradient
 from hf_zero.engine.parameters.user_hooks import grad_hooks, has_grad_hooks
 from hf_zero.engine.ranks.world import World
@@ -98,17 +98,17 @@ class Accumulation:
             assert self.reducer is not None
             self.reducer.ready(unit, found)
             return
-        for p in unit.trainable():
-            if (grad := found.get(p)) is None:
-                continue
-            dtype = self._world.precision.reduce_for(grad.dtype)
+        given = [(p, found[p]) for p in unit.trainable() if p in found]
+        grads = [grad for _, grad in given]
+        values = in_dtypes(grads, [self._world.precision.reduce_for(grad.dtype) for grad in grads])
+        for (p, grad), value in zip(given, values, strict=True):
             if self.reducer is None:
                 self._kept[p] = None
-                _keep(p, _Sum(grad, dtype), self._world)
+                _keep(p, _Sum(grad, value), self._world)
             elif p in self._sums:
-                self._sums[p].add(grad)
+                self._sums[p].add(value)
             else:
-                self._sums[p] = _Sum(grad, dtype)
+                self._sums[p] = _Sum(grad, value)
         # A unit that is used several times is reduced after its last call.
         if self.reducer is not None and all(call.is_done for call in unit.live_calls):
             self._reduce_sums(unit, self.reducer)
@@ -143,19 +143,19 @@ class _Sum:
 
     Args:
         grad: of the first use, as autograd made it; never written to.
-        dtype: in which the sum is kept.
+        value: the same in the dtype in which the sum is kept; the tensor itself, or a copy.
     """
 
-    def __init__(self, grad: Tensor, dtype: torch.dtype) -> None:
-        self._tensor = as_dtype(grad, dtype).contiguous()
+    def __init__(self, grad: Tensor, value: Tensor) -> None:
+        self._tensor = value.contiguous()
         self._is_own = self._tensor.data_ptr() != grad.data_ptr()  # else autograd may have handed it to somebody else
 
-    def add(self, grad: Tensor) -> None:
-        """Add the gradient of another use."""
+    def add(self, value: Tensor) -> None:
+        """Add the gradient of another use, in the dtype of the sum."""
         if self._is_own:
-            self._tensor.add_(grad)
+            self._tensor.add_(value)
         else:
-            self._tensor, self._is_own = self._tensor + grad.to(self._tensor.dtype), True
+            self._tensor, self._is_own = self._tensor + value, True
 
     def read(self) -> Tensor:
         """The sum, not to be written to."""

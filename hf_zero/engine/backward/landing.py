@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.parameters.records import ZeroParameter, rows_at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.host_memory import rooms
 
@@ -76,7 +76,8 @@ class Landing:
             results: flat, on the device; kept until they are down.
         """
         compute, down = torch.accelerator.current_stream(self._world.device), _stream(self._world.device)
-        found = [(p, as_dtype(p.gradient_rows(flat), p.param.dtype)) for p, flat in results]
+        parts = [(p, p.gradient_rows(flat)) for p, flat in results]
+        found = [(p, rows) for (p, _), rows in zip(parts, rows_at_rest(parts), strict=True)]
         event = torch.Event(self._world.device)
         down.wait_stream(compute)
         with down, torch.no_grad():

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Rows
+from hf_zero.comm.copies import copies_of
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
-from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.parameters.records import ZeroParameter, add_gradients
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.schedule import ReductionOrder, ReductionSchedule, Turn
@@ -159,17 +160,16 @@ class Reducer:
         summed: list[Tensor] = []
         results: list[tuple[ZeroParameter, Tensor, bool]] = []
         num_bytes = 0
-        for p in unit.trainable():
+        for p, flat in self._flats(unit.trainable(), gradients):
             grad, dtypes = gradients.get(p), self.gradient_dtypes[p]
-            flat = self._flat(p, grad, dtypes.given)
             num_bytes += p.layout.numel * dtypes.sent.itemsize
             if p.is_sharded:
                 # Fresh: kept from one backward to the next, it cost 4/N bytes a parameter at the peak, and no time was saved.
                 result = flat.new_empty(p.local_numel, dtype=dtypes.summed)
                 sharded.append(Rows(flat, p.layout))
                 outputs.append(result)
-            else:  # summed in place, and autograd may have handed its own to somebody else
-                result = flat.clone() if grad is not None and flat.data_ptr() == grad.data_ptr() else flat
+            else:
+                result = flat
                 summed.append(result)
             results.append((p, result, grad is not None))
         while self._in_flight and self._bytes_in_flight() + num_bytes > self.world.config.bucket_bytes:
@@ -196,11 +196,25 @@ class Reducer:
     def _divisor(self) -> int:
         return self.world.data.num_ranks if self.world.config.gradient_reduction == "mean" else 1
 
-    def _flat(self, p: ZeroParameter, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if grad is None:
-            return torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
-        grad = as_dtype(grad, dtype)
-        return grad if grad.ndim == 1 and grad.is_contiguous() else p.layout.flat(grad)
+    def _flats(
+        self, parameters: list[ZeroParameter], gradients: dict[ZeroParameter, Tensor]
+    ) -> list[tuple[ZeroParameter, Tensor]]:
+        """What is reduced of a unit's parameters: flat, and copied, all by one launch, where it is not as it has to be."""
+        flats: dict[ZeroParameter, Tensor] = {}
+        copied: list[ZeroParameter] = []
+        for p in parameters:
+            grad, dtype = gradients.get(p), self.gradient_dtypes[p].given
+            if grad is None:
+                flats[p] = torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
+                continue
+            flats[p] = flat = grad if grad.ndim == 1 and grad.is_contiguous() else p.layout.flat(grad)
+            # What stays whole is summed in place, and autograd may have handed its own to somebody else.
+            is_autograds = not p.is_sharded and flat.data_ptr() == grad.data_ptr()
+            if flat.dtype != dtype or is_autograds:
+                copied.append(p)
+        dtypes = [self.gradient_dtypes[p].given for p in copied]
+        flats.update(zip(copied, copies_of([flats[p] for p in copied], dtypes), strict=True))
+        return list(flats.items())
 
     def _bytes_in_flight(self) -> int:
         return sum(item.num_bytes for item in self._in_flight)
@@ -236,9 +250,7 @@ class Reducer:
 
     def _give(self, results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
         """Add reduced rows to gradients."""
-        for p, rows in results:
-            if p.host is None:
-                p.add_grad(rows)
+        add_gradients([(p, rows) for p, rows in results if p.host is None])
         down = [(p, rows) for p, rows in results if p.host is not None]
         if down:
             assert self.landing is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.comm.copies import in_dtypes
 from hf_zero.engine.parameters.host_rows import HostRows
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like, shown_by_gatherer
 from hf_zero.engine.parameters.tensor_axis import Seen
@@ -205,19 +206,6 @@ class ZeroParameter:
     def _is_in_rnn(self) -> bool:
         return any(isinstance(module, nn.RNNBase) for module, _ in self.locations)
 
-    def add_grad(self, flat: Tensor) -> None:
-        """Add reduced gradients of this rank's rows to `param.grad`.
-
-        Args:
-            flat: [elements of this rank], reduce dtype; kept, if it becomes the gradient.
-        """
-        param = self.param
-        rows = self.gradient_rows(flat)
-        if param.grad is not None:
-            torch_compat.local_of(param.grad).add_(rows)
-        else:
-            self.set_grad(as_dtype(rows, param.dtype))
-
     def gradient_rows(self, flat: Tensor) -> Tensor:
         """Reduced gradients of this rank's rows, in their shape; contiguous: fused steps look at memory, not at strides."""
         is_flat = flat.ndim != len(self.local_shape)
@@ -227,6 +215,27 @@ class ZeroParameter:
         """Let `param.grad` be these rows, in the dtype at rest."""
         param = self.param
         param.grad = rows_like(rows, param) if isinstance(param, DTensor) else rows
+
+
+def add_gradients(results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
+    """Add reduced gradients of this rank's rows to `param.grad` of each parameter: by one launch, not by one a parameter.
+
+    Args:
+        results: flat, [elements of this rank], reduce dtype; kept where they become the gradient.
+    """
+    found = [(p, p.gradient_rows(flat)) for p, flat in results]
+    there = [(torch_compat.local_of(p.param.grad), rows) for p, rows in found if p.param.grad is not None]
+    if there:
+        with torch.no_grad():
+            torch._foreach_add_([total for total, _ in there], [rows for _, rows in there])
+    first = [(p, rows) for p, rows in found if p.param.grad is None]
+    for (p, _), rows in zip(first, rows_at_rest(first), strict=True):
+        p.set_grad(rows)
+
+
+def rows_at_rest(found: Sequence[tuple[ZeroParameter, Tensor]]) -> list[Tensor]:
+    """Reduced rows in the dtype of their parameters at rest."""
+    return in_dtypes([rows for _, rows in found], [p.param.dtype for p, _ in found])
 
 
 def at_rest(param: nn.Parameter) -> nn.Parameter:
