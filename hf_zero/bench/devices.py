@@ -48,6 +48,13 @@ def name_of(device: torch.device) -> str:
     return str(getattr(properties(device), "name", device.type)) if properties else device.type
 
 
+def library_of(which: str) -> tuple[str, str]:
+    """The library that ranks on a kind of device exchange by, and its version where torch tells; "" where there is none."""
+    backend = dist.Backend.default_device_backend_map.get(which, "")
+    told = getattr(getattr(torch.get_device_module(which), backend, None), "version", None) if backend else None
+    return backend, ".".join(map(str, told())) if told else ""
+
+
 def memory_of(device: torch.device) -> tuple[int, int]:
     """Free bytes of a device, and all it has; (0, 0) where it does not tell."""
     told = getattr(_module(device), "mem_get_info", None)

@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu", action="store_true", help="try everything on this machine's GPUs, and write a page about it"
     )
     gpu.add_argument("--write", type=Path, default=Path("hf-zero-gpu.md"), metavar="FILE", help="(hf-zero-gpu.md)")
-    gpu.add_argument("--minutes", type=float, default=10.0, help="for all parts together (10)")
+    gpu.add_argument(
+        "--minutes", type=float, default=10.0, help="for all parts together (10; more, and each may take longer)"
+    )
     gpu.add_argument("--model", help="a named size, or a folder with a config (default: 1B, or what fits)")
     gpu.add_argument(
         "--parts", metavar="A,B", help="of parity, resume, killed, communicators, overlap, host_time, peak, ..."
@@ -131,18 +133,29 @@ def _devices() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from hf_zero.bench import devices
+
     if not dist.is_available() or not dist.is_gloo_available():
         yield Finding("bad", "gloo", "this build of torch cannot exchange between processes: install another one")
-    if not torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         yield Finding("ok", "devices", "no GPU: ranks train on the CPU, over gloo")
         return
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield Finding("ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-    if dist.is_nccl_available():
-        yield Finding("ok", "nccl", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    kind = accelerator.type
+    for device in (torch.device(kind, index) for index in range(torch.accelerator.device_count())):
+        size = devices.memory_of(device)[1] / 2**30
+        yield Finding("ok", str(device), devices.name_of(device) + (f", {size:.0f} GiB" if size else ""))
+    library, version = devices.library_of(kind)
+    if library in ("", "gloo"):
+        yield Finding(
+            "note", "exchanges", f"torch knows none between {kind} devices: ranks train on the CPU, over gloo"
+        )
+    elif dist.is_backend_available(library):
+        yield Finding("ok", library, version or f"exchanges what is on {kind}")
     else:
-        yield Finding("bad", "nccl", "this build of torch has GPUs but not NCCL")
+        yield Finding(
+            "bad", library, f"this build of torch has {kind} devices, but not {library}, by which they exchange"
+        )
 
 
 def _host() -> Iterator[Finding]:

@@ -225,7 +225,8 @@ class WholeParameters(Iterator[tuple[str, Tensor]]):
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Another thread than the first one has another current device."""
         device = None if self._world is None else self._world.device
-        return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
+        index = None if device is None or device.type == "cpu" else device.index
+        return contextlib.nullcontext() if index is None else torch.accelerator.device_index(index)
 
 
 def _ranks_of(model: nn.Module) -> World | None:

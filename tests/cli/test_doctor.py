@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import types
+from collections.abc import Callable
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.cli import doctor
 from hf_zero.cli.doctor import packages
 from hf_zero.cli.main import main
 
@@ -32,3 +38,31 @@ def test_a_problem_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["no-such-package>=1"])
     assert main(["doctor", "--num-processes", "0"]) == 1
     assert "1 problem to mend first" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "is_built", "expected"),
+    [
+        ("xpu", "xccl", True, ("ok", "xccl", "exchanges what is on xpu")),
+        ("hpu", "hccl", False, ("bad", "hccl", "has hpu devices, but not hccl")),
+        ("mps", None, False, ("note", "exchanges", "torch knows none between mps devices")),
+        ("cuda", "nccl", True, ("ok", "nccl", "2.27.5")),
+    ],
+)
+def test_devices_of_any_maker_are_told_with_what_they_exchange_by(
+    kind: str, backend: str | None, is_built: bool, expected: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.SimpleNamespace(nccl=types.SimpleNamespace(version=lambda: (2, 27, 5)))
+    properties: Callable[[object], object] = lambda device: types.SimpleNamespace(name="a device")  # noqa: E731
+    module.get_device_properties, module.mem_get_info = properties, lambda device: (2**30, 3 * 2**30)
+    accelerator = types.SimpleNamespace(type=kind)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    known = {} if backend is None else {kind: backend}
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", known)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: is_built and name == backend)
+    *devices, exchanges = doctor._devices()
+    assert [(each.what, each.said) for each in devices] == [(f"{kind}:{i}", "a device, 3 GiB") for i in (0, 1)]
+    assert (exchanges.state, exchanges.what) == expected[:2] and expected[2] in exchanges.said

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_zero import __version__
 from hf_zero.bench import devices
@@ -27,6 +26,7 @@ from hf_zero.plan.models import SIZES, config_of
 
 _WORKER = "hf_zero.bench.gpu.worker"
 _SIZES = ("llama-1b", "llama-125m", "llama-34m", "llama-10m", "llama-thin-8")  # the first that fits is measured
+_USUAL_MINUTES = 10.0  # more let each part take as much longer
 _BYTES = 24  # a parameter, whole: weights, gradients and Adam's states in float32, copies in bfloat16, activations
 _SHARE = 0.7  # of a device's memory
 # NCCL refuses two ranks on one device unless each claims to be on a host of its own; they talk over sockets then.
@@ -47,7 +47,7 @@ class Part:
 
     Attributes:
         title: on the page.
-        limit_s: that it may take.
+        limit_s: that it may take, in the usual minutes for all of them.
         needs_two: two ranks at least; on a single device they share it. Else what needs one rank for each device.
     """
 
@@ -85,7 +85,7 @@ class FirstRun:
 
     num_ranks: int
     model: str
-    minutes: float = 10.0
+    minutes: float = _USUAL_MINUTES
     parts: tuple[str, ...] = tuple(PARTS)
     batch_size: int = 2
     seq_len: int = 1024
@@ -130,7 +130,7 @@ def run(plan: FirstRun, progress: Callable[[str], None] = lambda line: None) -> 
     end = time.monotonic() + 60 * plan.minutes
     for part in plan.parts:
         begin = time.monotonic()
-        limit_s = min(PARTS[part].limit_s, end - begin)
+        limit_s = min(PARTS[part].limit_s * max(plan.minutes / _USUAL_MINUTES, 1), end - begin)
         if limit_s <= 1:
             section = Section("failed", f"not run: the {plan.minutes:g} minutes were over (--minutes gives more)")
         else:
@@ -197,8 +197,7 @@ def _on_one_device(shares: bool, rank: int) -> dict[str, str]:
 def _machine(plan: FirstRun, kind: str) -> Iterable[tuple[str, str]]:
     """What is known of this machine, for whoever reads the page elsewhere."""
     yield "written by", f"`hf-zero doctor --gpu`, hf_zero {__version__}, {datetime.date.today().isoformat()}"
-    backend = dist.Backend.default_device_backend_map.get(kind)
-    version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
+    backend, version = devices.library_of(kind)
     built = torch.version.cuda or getattr(torch.version, "hip", None) or "-"
     yield "torch", f"{torch.__version__}, CUDA or HIP {built}, {backend} {version}".rstrip()
     for index in range(plan.num_ranks):
