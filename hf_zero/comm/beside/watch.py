@@ -2,8 +2,10 @@
 
 [Note: stuck on a device] An exchange on a device makes the compute stream wait, and not the process, which runs ahead until it
 needs a result, and then waits somewhere inside torch. So an event is put behind each exchange, and a thread looks at the first
-that has not passed. Halfway through the time limit it writes into the program's store what this rank waits for; at the limit
-it reads what the others have written, and logs who is missing. The process group's watchdog ends the process later.
+that has not passed. After a quarter of the time limit it writes into the program's store what this rank waits for; after half
+of it, it reads what the others have written, and warns of who is missing; at the limit it logs that as an error. The watchdog
+of the exchange's own process group ends the process later. But that of the program's group, where exchanges of the program
+may be stuck behind this one, knows the program's limit alone: so the warning comes long before.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from hf_zero.errors import CollectiveError
 logger = logging.getLogger(__name__)
 
 _LOOKS_EVERY_S = 1.0
+_WRITES_AFTER, _WARNS_AFTER = 0.25, 0.5  # of the time limit
 _GONE = (RuntimeError, ValueError)  # the process that keeps the store is gone, or the program's group is
 
 
@@ -63,7 +66,7 @@ class Watch:
         self._marks: deque[_Mark] = deque()
         self._passed_at = 0.0  # when the mark before the first was seen to have passed
         self._written: str | None = None
-        self._has_told = False
+        self._told = 0.0  # what part of the limit was over, when something was last logged of the first mark
         self._thread: threading.Thread | None = None
 
     def follow(self, what: str, timeout_s: float) -> None:
@@ -88,16 +91,19 @@ class Watch:
             self._marks.popleft()
             self._passed_at = time.monotonic()
             self._write(None)
-            self._has_told = False
-        if not self._marks or self._has_told:
+            self._told = 0.0
+        if not self._marks or self._told == 1:
             return
         mark = self._marks[0]
-        waited_s = time.monotonic() - max(mark.since, self._passed_at)
-        if waited_s > mark.timeout_s / 2:
+        waited = (time.monotonic() - max(mark.since, self._passed_at)) / mark.timeout_s
+        if waited > _WRITES_AFTER:
             self._write(_without_number(mark.what))
-        if waited_s > mark.timeout_s:
-            self._has_told = True
+        if waited > 1:
+            self._told = 1.0
             logger.error("%s", self._error_of(mark))
+        elif waited > _WARNS_AFTER > self._told:
+            self._told = _WARNS_AFTER
+            logger.warning("%s", self._error_of(mark, _WARNS_AFTER))
 
     def _write(self, what: str | None) -> None:
         """Let the others know what this rank waits for; None: nothing any more."""
@@ -110,8 +116,10 @@ class Watch:
                 self._notes.write(self._own, what)
         self._written = what
 
-    def _error_of(self, mark: _Mark) -> CollectiveError:
+    def _error_of(self, mark: _Mark, share: float = 1.0) -> CollectiveError:
         what, cause, absent = _without_number(mark.what), "timed out on the device", list[int]()
+        if share < 1:
+            cause = f"has not timed out on the device yet, but will after {mark.timeout_s:g} s"
         try:
             for rank in self._ranks:
                 theirs = what if rank == self._own else self._notes.read(rank)
@@ -121,7 +129,7 @@ class Watch:
                     cause += f"; rank {rank} waits in {theirs}"
         except _GONE as error:
             cause += f"; the others cannot be asked: {error}"
-        return named(RuntimeError(cause), mark.what, absent or None, mark.timeout_s)
+        return named(RuntimeError(cause), mark.what, absent or None, share * mark.timeout_s)
 
 
 def _without_number(what: str) -> str:

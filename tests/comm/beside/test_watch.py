@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.beside import watch
 from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.exchange import Work
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
@@ -38,10 +39,10 @@ class _Event:
 
 
 @contextmanager
-def _watched() -> Iterator[tuple[Collectives, list[str]]]:
+def _watched(level: int = logging.ERROR) -> Iterator[tuple[Collectives, list[str]]]:
     """Collectives whose exchanges are taken to run on a device, and what is logged of them."""
     said: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(level)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     watch.logger.addHandler(handler)
     _Event.passes = threading.Event()
@@ -56,9 +57,9 @@ def _watched() -> Iterator[tuple[Collectives, list[str]]]:
         watch.logger.removeHandler(handler)
 
 
-def _stuck(units: list[str | None]) -> list[str]:
+def _stuck(units: list[str | None], level: int = logging.ERROR) -> list[str]:
     """What this rank logs, where each rank waits in the gather of a unit, or does not."""
-    with _watched() as (collectives, said):
+    with _watched(level) as (collectives, said):
         unit = units[dist.get_rank()]
         if unit is not None:
             number = 7 + dist.get_rank()  # they may have interleaved the kinds differently
@@ -87,6 +88,14 @@ def test_who_has_not_come_is_named_once(units: list[str | None], expected: list[
             assert "rank 2 waits in gather of 'b'" in said[0]
 
 
+def test_who_has_not_come_is_named_long_before_the_limit() -> None:
+    """The watchdog of the program's own group knows the program's limit, and ends the process then."""
+    for said in run_ranks(_stuck, 3, ["a", "a", None], logging.WARNING)[:2]:
+        warned, told = said
+        assert "waited 1 s for rank 2 in gather of 'a'" in warned and "will after 2 s" in warned
+        assert "waited 2 s for rank 2 in gather of 'a'" in told
+
+
 def _slow() -> tuple[list[str], list[str], int]:
     """What is logged where all are slow but come, and then one stays alone; and how many events are kept."""
     with _watched() as (collectives, said):
@@ -112,7 +121,7 @@ def test_what_was_slow_is_forgotten() -> None:
 
 def _followed() -> tuple[bool, int]:
     with _watched() as (collectives, _):
-        collectives.device = torch.device("cuda", 0)
+        collectives._part = lambda work: Work(work, None, collectives._watch.follow)  # type: ignore[method-assign]
         layout = RowLayout((4, 2), collectives.num_ranks)
         flat = torch.full((8,), float(dist.get_rank()))
         exchange = collectives.gather([Rows(flat, layout)], "unit")
