@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = (
+    256  # what cuBLASLt's fastest kernels ask of a matrix, and torch's allocator gives to a tensor of its own
+)
 _WELL_BALANCED = 1.05  # of what the greatest rank holds over the mean: less is not worth another order in memory
 _WORTH_BALANCING = 2**16  # elements of a tensor
 
@@ -251,7 +253,7 @@ class Cut:
 
 
 def place(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Lay out blocks of `sizes_bytes` one after another, each aligned to 64 bytes.
+    """Lay out blocks of `sizes_bytes` one after another, each aligned to `ALIGNMENT_BYTES`.
 
     Returns:
         The offset of every block, and the total number of bytes.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero as zero
+from hf_zero.layout import ALIGNMENT_BYTES
 from hf_zero.plan.summary import Measured, Start, model_states, summary, summary_after
 from hf_zero.torch_compat import local_of
 from tests.engine.twins import SHARDED, STAGES
@@ -99,10 +100,9 @@ def test_bytes_are_those_of_a_hand_computation_and_of_live_tensors(stage: int, c
         assert found.rows == found.states.parameters
     computes = 0 if stage == 3 or (stage, compute_bytes) == (0, 4) else compute_bytes * NUMEL
     num_tensors = 2 + 6 * BLOCKS + 1
-    assert computes <= found.gathered <= computes + 64 * num_tensors
-    # In the buffer of a unit every tensor begins at a multiple of 64 bytes.
+    assert computes <= found.gathered <= computes + ALIGNMENT_BYTES * num_tensors
     largest = max(BLOCK_NUMEL, EMBEDDING_NUMEL, HEAD_NUMEL) * compute_bytes
-    assert largest <= found.states.largest_unit < largest + 6 * 64 or (stage, compute_bytes) == (0, 4)
+    assert largest <= found.states.largest_unit < largest + 6 * ALIGNMENT_BYTES or (stage, compute_bytes) == (0, 4)
 
 
 @on_ranks(RANKS, choice=[(False, 2), ("to_owner", 1)])
