@@ -8,71 +8,32 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    LlamaConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 import hf_zero as zero
 from tests.integrations.trainer.runs import undone
+from tests.integrations.trl_inputs import config, length_reward, text, tokenizer
 from tests.ranks import run_ranks
-
-_WORDS = ["<pad>", "<s>", "</s>", "user", "assistant", *[f"w{i}" for i in range(42)]]
-_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
-)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    made.chat_template = _TEMPLATE
-    return made
-
-
-def _text(seed: int, least: int = 3) -> str:
-    generator = torch.Generator().manual_seed(seed)
-    count = int(torch.randint(least, 8, (1,), generator=generator))
-    return " ".join(f"w{i}" for i in torch.randint(0, 42, (count,), generator=generator).tolist())
-
-
-def _config(tied: bool) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(_WORDS),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        num_labels=1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
 
 
 def _sft(model: PreTrainedModel, shared: dict[str, Any], **options: Any) -> Any:
     from trl import SFTConfig, SFTTrainer
 
-    rows = Dataset.from_dict({"text": [_text(i) for i in range(32)]})
+    rows = Dataset.from_dict({"text": [text(i) for i in range(32)]})
     return SFTTrainer(model, SFTConfig(max_length=16, **shared, **options), train_dataset=rows)
 
 
 def _preferences() -> Dataset:
     return Dataset.from_dict(
         {
-            "prompt": [_text(i) for i in range(32)],
-            "chosen": [" " + _text(100 + i) for i in range(32)],
-            "rejected": [" " + _text(200 + i) for i in range(32)],
+            "prompt": [text(i) for i in range(32)],
+            "chosen": [" " + text(100 + i) for i in range(32)],
+            "rejected": [" " + text(200 + i) for i in range(32)],
         }
     )
 
@@ -95,27 +56,23 @@ def _kto(model: PreTrainedModel, shared: dict[str, Any], **options: Any) -> Any:
 
     rows = Dataset.from_dict(
         {
-            "prompt": [_text(i) for i in range(32)],
-            "completion": [" " + _text(100 + i) for i in range(32)],
+            "prompt": [text(i) for i in range(32)],
+            "completion": [" " + text(100 + i) for i in range(32)],
             "label": [i % 2 == 0 for i in range(32)],
         }
     )
     return KTOTrainer(model, args=KTOConfig(max_length=32, **shared, **options), train_dataset=rows)
 
 
-def _length_reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(set(text.split()))) for text in completions]
-
-
 def _online(kind: str, model: PreTrainedModel, shared: dict[str, Any], **options: Any) -> Any:
     import trl
 
-    config, trainer = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
-    rows = Dataset.from_dict({"prompt": [_text(i) for i in range(32)]})
+    arguments, trainer = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
+    rows = Dataset.from_dict({"prompt": [text(i) for i in range(32)]})
     # As many tokens on every rank, so that all draw as many random numbers.
     lengths = {"max_completion_length": 6, "generation_kwargs": {"min_new_tokens": 6}}
-    args = config(num_generations=2, **lengths, **shared, **options)
-    return trainer(model, args=args, reward_funcs=_length_reward, train_dataset=rows)
+    args = arguments(num_generations=2, **lengths, **shared, **options)
+    return trainer(model, args=args, reward_funcs=length_reward, train_dataset=rows)
 
 
 def _distillation(model: PreTrainedModel, shared: dict[str, Any], **options: Any) -> Any:
@@ -123,8 +80,8 @@ def _distillation(model: PreTrainedModel, shared: dict[str, Any], **options: Any
 
     torch.manual_seed(9)
     with zero.disabled():
-        teacher = AutoModelForCausalLM.from_config(_config(False))
-    rows = Dataset.from_dict({"prompt": [_text(i) for i in range(32)]})
+        teacher = AutoModelForCausalLM.from_config(config(False))
+    rows = Dataset.from_dict({"prompt": [text(i) for i in range(32)]})
     args = DistillationConfig(max_completion_length=6, generation_kwargs={"min_new_tokens": 6}, **shared, **options)
     return DistillationTrainer(model, teacher_model=teacher, args=args, train_dataset=rows)
 
@@ -211,10 +168,10 @@ def _assert_same(actual: Outcome, expected: Outcome) -> None:
     ids=lambda value: str(value) if isinstance(value, (str, bool)) else "",
 )
 def test_trains_as_in_one_process(name: str, tied: bool, options: dict[str, Any], tmp_path: Any) -> None:
-    _tokenizer().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
     torch.manual_seed(0)
     kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
-    kind.from_config(_config(tied)).save_pretrained(tmp_path)
+    kind.from_config(config(tied)).save_pretrained(tmp_path)
     # What is sampled depends on the rank, so online trainers are compared with DDP on as many ranks.
     num_plain = 2 if name in ("grpo", "rloo", "distillation") else 1
     expected = run_ranks(_train, num_plain, str(tmp_path), name, None, tied, options, timeout_s=120)[0]
