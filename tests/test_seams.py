@@ -416,11 +416,40 @@ PEFT = [
     Seam(modeling.PreTrainedModel, "save_pretrained", "_hf_peft_config_loaded", "names of the base, without adapters"),
 ]
 _VLLM = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+_ONLINE_DPO = importlib.import_module("trl.experimental.online_dpo.online_dpo_trainer").OnlineDPOTrainer
+_ASYNC = [
+    importlib.import_module(f"trl.experimental.async_{each}.async_{each}_trainer") for each in ("grpo", "distillation")
+]
 TRL = [
     Seam(_VLLM, "_iter_named_params", "name = self._fix_param_name_to_vllm(name)", "wrapped: what it yields is whole"),
     Seam(_VLLM, "sync_weights", "if self._weight_metadata is None:", "wrapped: shapes are known without a gather"),
     Seam(_VLLM, "sync_weights", "else: for _ in self._iter_named_params():", "ranks that only take part"),
     Seam(_VLLM, "sync_weights", "self.accelerator", "the rank that has the server's client"),
+    Seam(
+        _ONLINE_DPO, "_move_model_to_vllm_inner", "self.vllm_client.update_named_param(name, param.data)", "done here"
+    ),
+    Seam(
+        _ONLINE_DPO, "_move_model_to_vllm_inner", "model_runner.model llm_model.load_weights([(name, param.data)])", ""
+    ),
+    Seam(_ONLINE_DPO, "_move_model_to_vllm", "self._move_model_to_vllm_inner()", "wrapped"),
+    *[
+        Seam(each, "_iter_vllm_named_params", "yield name, param", "wrapped: in the order of the stream")
+        for each in _ASYNC
+    ],
+    *[
+        seam
+        for each, trainer in zip(_ASYNC, ("AsyncGRPOTrainer", "AsyncDistillationTrainer"), strict=True)
+        for seam in (
+            Seam(
+                getattr(each, trainer), "_streaming_iter", "_iter_vllm_named_params(self.accelerator.unwrap_model", ""
+            ),
+            Seam(
+                getattr(each, trainer), "_sync_weight_merged", "model = self.accelerator.unwrap_model(self.model)", ""
+            ),
+            Seam(getattr(each, trainer), "_sync_weight_merged", "model.merge_adapter()", "not done within"),
+            Seam(getattr(each, trainer), "_sync_weight_merged", "model.unmerge_adapter()", "not done within"),
+        )
+    ],
 ]
 
 

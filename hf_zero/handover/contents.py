@@ -43,12 +43,15 @@ def weights_of(model: nn.Module, buffers: bool) -> list[Weight]:
     return list(_visit(base_of(model), "", None, buffers))
 
 
-def base_of(model: nn.Module) -> nn.Module:
-    """The model inside a `PeftModel`; another model is its own."""
+def has_adapters(model: nn.Module) -> bool:
+    """Whether this is a `PeftModel`."""
     peft: Any = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel):
-        return model.get_base_model()  # type: ignore[no-any-return]
-    return model
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def base_of(model: Any) -> nn.Module:
+    """The model inside a `PeftModel`; another model is its own."""
+    return model.get_base_model() if has_adapters(model) else model  # type: ignore[no-any-return]
 
 
 def is_adapter_layer(module: nn.Module) -> bool:

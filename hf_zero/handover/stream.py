@@ -36,6 +36,7 @@ from hf_zero.handover.unchanged import on_any_rank
 
 Result = TypeVar("Result")
 Slices = Callable[[str, tuple[int, ...]], "tuple[slice, ...] | None"]
+Marks = dict[str, list[int | None]]
 BUCKET_BYTES = 256 * 2**20
 
 
@@ -103,7 +104,8 @@ class WholeParameters(Iterator[tuple[str, Tensor]]):
         self._world, self._slices, self._keep = _ranks_of(model), slices, keep
         self._model = weakref.ref(model)
         self._cause: BaseException | None = None
-        self._seen: dict[str, list[int | None]] = {}
+        self._seen: Marks = {}
+        self._now: Marks | None = None  # taken when weights are asked for, not for names and shapes only
         self._parts = self._changed(parts, since)
         self._buckets = list(_in_buckets(self._parts, bucket_bytes))
         self._arrivals = self._gathered()
@@ -117,9 +119,9 @@ class WholeParameters(Iterator[tuple[str, Tensor]]):
 
     def _changed(self, parts: Sequence[Part], since: WholeParameters | None) -> list[Part]:
         """The parts that the last hand-over did not have as they are now, on any rank."""
-        self._now = marks = {_key(part): part.fingerprint() for part in parts}
         if since is None:
             return list(parts)
+        self._now = marks = _marks_of(parts)
         if since._model() is not self._model():
             raise UsageError("whole_parameters: `since` is a hand-over of another model")
         old = since._seen
@@ -171,6 +173,7 @@ class WholeParameters(Iterator[tuple[str, Tensor]]):
 
     def _gathered(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """The contents of the buckets, of which the next one is on its way while one is looked at."""
+        self._now = self._now or _marks_of(self._parts)
         coming: Bucket | None = None
         for index in range(len(self._buckets) + 1):
             wholes = None if coming is None else coming.wait()
@@ -191,6 +194,7 @@ class WholeParameters(Iterator[tuple[str, Tensor]]):
                     yield name, self._sliced(name, tensor)
                     del tensor
             own.clear()
+            assert self._now is not None
             self._seen[_key(part)] = self._now[_key(part)]
 
     @staticmethod
@@ -238,6 +242,10 @@ def _ranks_of(model: nn.Module) -> World | None:
 
 def _key(part: Part) -> str:
     return part.handed[0][0].name
+
+
+def _marks_of(parts: Sequence[Part]) -> Marks:
+    return {_key(part): part.fingerprint() for part in parts}
 
 
 def _in_buckets(parts: Sequence[Part], bucket_bytes: int) -> Iterator[list[Part]]:

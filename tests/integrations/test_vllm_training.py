@@ -33,6 +33,9 @@ _ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+ArgsOf = Callable[[type], Callable[..., Any]]  # makes arguments of a class, with a configuration or without
+
+
 @dataclass(frozen=True)
 class Case:
     """What to train: with which of TRL's trainers, where the engine is, which adapters there are."""
@@ -59,33 +62,59 @@ class Outcome:
     weights: dict[str, Tensor] = field(repr=False)
 
 
-def _grpo(kind: str) -> Callable[..., Any]:
-    def make(folder: str, args_of: Callable[[type], Callable[..., Any]], shared: dict[str, Any], **options: Any) -> Any:
-        import trl
-
-        arguments, trainer = args_of(getattr(trl, f"{kind}Config")), getattr(trl, f"{kind}Trainer")
-        rows = Dataset.from_dict({"prompt": [text(i) for i in range(32)]})
-        args = arguments(num_generations=2, max_completion_length=5, **shared)
-        return trainer(folder, args=args, reward_funcs=length_reward, train_dataset=rows, **options)
-
-    return make
+def _prompts() -> Dataset:
+    return Dataset.from_dict({"prompt": [text(i) for i in range(32)]})
 
 
-_TRAINERS = {"grpo": _grpo("GRPO"), "rloo": _grpo("RLOO")}
+def _in_groups(kind: str, folder: str, args_of: ArgsOf, shared: dict[str, Any], **options: Any) -> Any:
+    import trl
+
+    args = args_of(getattr(trl, f"{kind}Config"))(num_generations=2, max_completion_length=5, **shared)
+    make = getattr(trl, f"{kind}Trainer")
+    return make(folder, args=args, reward_funcs=length_reward, train_dataset=_prompts(), **options)
+
+
+def _distillation(folder: str, args_of: ArgsOf, shared: dict[str, Any], **options: Any) -> Any:
+    from trl import DistillationConfig, DistillationTrainer
+
+    args = args_of(DistillationConfig)(max_completion_length=5, **shared)
+    torch.manual_seed(9)
+    with zero.disabled():
+        teacher = AutoModelForCausalLM.from_config(config(False))
+    return DistillationTrainer(folder, teacher_model=teacher, args=args, train_dataset=_prompts(), **options)
+
+
+def _online_dpo(folder: str, args_of: ArgsOf, shared: dict[str, Any], **options: Any) -> Any:
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    args = args_of(OnlineDPOConfig)(max_new_tokens=5, max_length=32, **shared)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    kept = {"train_dataset": _prompts(), "processing_class": tokenizer()}
+    return OnlineDPOTrainer(model, reward_funcs=length_reward, args=args, **kept, **options)
+
+
+_TRAINERS: dict[str, Callable[..., Any]] = {
+    "grpo": functools.partial(_in_groups, "GRPO"),
+    "rloo": functools.partial(_in_groups, "RLOO"),
+    "distillation": _distillation,
+    "online_dpo": _online_dpo,
+}
 
 
 @contextmanager
 def _unchanged_by_hand_overs(model: nn.Module) -> Iterator[None]:
     """Within: each hand-over leaves the model as it was, to the last bit."""
+    from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.generation.vllm_generation import VLLMGeneration
 
-    def checked(original: Callable[[Any], None], generation: Any) -> None:
+    def checked(original: Callable[[Any], None], self: Any) -> None:
         before = {name: whole(value).clone() for name, value in model.state_dict().items()}
-        original(generation)
+        original(self)
         assert all(torch.equal(whole(value), before[name]) for name, value in model.state_dict().items())
 
     with Changes() as changes:
         changes.wrap(VLLMGeneration, "sync_weights", checked)
+        changes.wrap(OnlineDPOTrainer, "_move_model_to_vllm", checked)
         yield
 
 
@@ -111,7 +140,7 @@ def _train(folder: str, case: Case, stage: int | None) -> Outcome:
         "vllm_mode": case.mode,
         "vllm_enable_sleep_mode": case.sleeps,
     }
-    args_of: Callable[[type], Callable[..., Any]] = lambda made: made  # noqa: E731
+    args_of: ArgsOf = lambda made: made  # noqa: E731
     if stage is not None:
         settings = {"stage": stage, "collectives": "pairwise"}
         args_of = lambda made: functools.partial(zero.with_zero(made), zero=settings)  # noqa: E731
@@ -166,6 +195,12 @@ SLOW_CASES = [
     Case("grpo", "server", "saved"),
     Case("rloo", "colocate", "lora"),
     Case("rloo", "server", "plain"),
+    Case("distillation", "colocate", "plain"),
+    Case("distillation", "server", "lora"),
+    Case("online_dpo", "colocate", "plain", tied=True),
+    Case("online_dpo", "colocate", "saved"),
+    Case("online_dpo", "server", "plain"),
+    Case("online_dpo", "server", "lora"),
 ]
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import collections
+import importlib
+import sys
+import threading
 import types
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor
 
 import hf_zero as zero
 from hf_zero.integrations import vllm_weights
 from tests.engine.twins import SHARDED, whole
+from tests.integrations.trainer.runs import undone
 from tests.integrations.vllm_stand_in import Loader
 from tests.models import CASES, make_model
 from tests.ranks import on_ranks
@@ -53,16 +59,14 @@ def generation(model: Any, loader: Loader, mode: str) -> Any:
     return made
 
 
-@on_ranks(2, stage=SHARDED, mode=["colocate", "server"], kind=["plain", "lora"], case=["llama"])
-def test_an_engine_gets_what_it_gets_in_one_process(stage: int, mode: str, kind: str, case: str) -> None:
+def twins(case: str, kind: str) -> list[tuple[Any, Loader]]:
+    """Two models that are alike, with adapters that do something if the kind is "lora"; and what an engine has of each."""
     import peft
 
-    vllm_weights.install()
-    found: list[dict[str, Tensor]] = []
     config = peft.LoraConfig(
         r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=["lm_head"]
     )
-    models: list[Any] = []
+    models: list[tuple[Any, Loader]] = []
     for _ in range(2):
         base = make_model(CASES[case])
         loader = Loader(base)
@@ -72,6 +76,15 @@ def test_an_engine_gets_what_it_gets_in_one_process(stage: int, mode: str, kind:
         for model, _ in models:
             for number, param in enumerate(p for p in model.parameters() if p.requires_grad):
                 param.add_(0.01 * (number + 1))
+    return models
+
+
+@on_ranks(2, stage=SHARDED, mode=["colocate", "server"], kind=["plain", "lora"], case=["llama"])
+@undone
+def test_an_engine_gets_what_it_gets_in_one_process(stage: int, mode: str, kind: str, case: str) -> None:
+    vllm_weights.install()
+    found: list[dict[str, Tensor]] = []
+    models = twins(case, kind)
     ours, loader = models[1]
     zero.shard_model(ours, {"stage": stage, "collectives": "pairwise"})
     before = {name: whole(value).clone() for name, value in ours.state_dict().items()}
@@ -85,3 +98,91 @@ def test_an_engine_gets_what_it_gets_in_one_process(stage: int, mode: str, kind:
         for name, value in found[0].items():
             torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6, msg=name)  # TRL's own merges drift
     assert all(torch.equal(whole(value), before[name]) for name, value in ours.state_dict().items())
+
+
+class Transfer:
+    """TRL's `WeightTransferClient`: another thread takes what comes, which has to be what was announced."""
+
+    def __init__(self, loader: Loader, announced: list[tuple[str, torch.dtype, torch.Size]]) -> None:
+        self.loader, self.announced = loader, announced
+
+    def send_weights(self, items: Any) -> None:
+        error: list[BaseException] = []
+
+        def take() -> None:
+            try:
+                for (name, dtype, shape), (found, weight) in zip(self.announced, items, strict=True):
+                    assert (found, weight.dtype, weight.shape) == (name, dtype, shape)
+                    self.loader.load_weights([(found, weight)])
+            except BaseException as each:
+                error.append(each)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        if error:
+            raise error[0]
+
+    def pause(self) -> None:
+        """Nothing runs."""
+
+    resume = pause
+
+
+@on_ranks(2, stage=SHARDED, kind=["plain", "lora"], name=["grpo", "distillation"])
+@undone
+def test_asynchronous_trainers_hand_over_and_leave_the_model_as_it_is(stage: int, kind: str, name: str) -> None:
+    vllm_weights.install()
+    module: Any = importlib.import_module(f"trl.experimental.async_{name}.async_{name}_trainer")
+    trainer = next(
+        value for key, value in vars(module).items() if key in ("AsyncGRPOTrainer", "AsyncDistillationTrainer")
+    )
+    (reference, _), (ours, loader) = twins("llama", kind)
+    zero.shard_model(ours, {"stage": stage, "collectives": "pairwise"})
+    is_main = PartialState().is_main_process  # TRL's log asks for the state
+    announced = [(key, each.dtype, each.shape) for key, each in module._iter_vllm_named_params(ours)]
+    made: Any = trainer.__new__(trainer)
+    made.accelerator = types.SimpleNamespace(
+        is_main_process=is_main,
+        device=torch.device("cpu"),
+        unwrap_model=lambda model: model,
+        wait_for_everyone=dist.barrier,
+    )
+    made.model, made._lora_sync, made._metrics = ours, False, {"train": collections.defaultdict(list)}
+    made.weight_transfer = Transfer(loader, announced) if is_main else None
+    made.rollout_worker, made.model_version = None, 0
+    before = {key: whole(value).clone() for key, value in ours.state_dict().items()}
+    made._sync_weight()
+    assert all(torch.equal(whole(value), before[key]) for key, value in ours.state_dict().items())
+    assert not is_main or (made.model_version == 1 and sorted(set(loader.loaded)) == sorted(loader.parts))
+    if is_main:
+        plain = reference.merge_and_unload() if kind == "lora" else reference
+        for key, value in plain.named_parameters():
+            torch.testing.assert_close(loader.parts[key], value.data, rtol=0, atol=0, msg=key)
+
+
+@on_ranks(2)
+@undone
+def test_undo_puts_back_what_trl_had() -> None:
+    names = list(vllm_weights._WRAPPERS)
+    modules: list[Any] = [importlib.import_module(name) for name in names]
+    owners = [
+        *(value for module in modules for value in vars(module).values() if isinstance(value, type)),
+        *modules,
+    ]
+    before = [dict(vars(owner)) for owner in owners]
+    vllm_weights.install()
+    vllm_weights.install()
+    changed = [
+        f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+        for owner, old in zip(owners, before, strict=True)
+        for name, value in vars(owner).items()
+        if old.get(name) is not value
+    ]
+    assert {name.rpartition(".")[2] for name in changed} == {
+        *("_iter_named_params", "sync_weights", "_move_model_to_vllm_inner"),
+        *("_iter_vllm_named_params", "_streaming_iter", "_sync_weight_merged"),
+    }
+    zero.undo()
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert not any(type(finder).__module__.startswith("hf_zero") for finder in sys.meta_path)

@@ -167,13 +167,18 @@ class Server:
         choices = []
         for output in self.engine.generate(prompts, wanted, use_tqdm=False):
             for each in output.outputs:
-                tokens = [f"token_id:{token}" for token in each.token_ids]
-                values = [entry[token].logprob for entry, token in zip(each.logprobs, each.token_ids, strict=True)]
-                tops = [{token: value} for token, value in zip(tokens, values, strict=True)]
-                logprobs = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
                 known = {"prompt_token_ids": output.prompt_token_ids, "token_ids": each.token_ids}
-                choices.append({**known, "logprobs": logprobs})
+                choices.append({**known, "logprobs": self._logprobs(each)})
         return {"choices": choices}
+
+    @staticmethod
+    def _logprobs(output: Any) -> dict[str, Any] | None:
+        if output.logprobs is None:
+            return None
+        tokens = [f"token_id:{token}" for token in output.token_ids]
+        values = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+        tops = [{token: value} for token, value in zip(tokens, values, strict=True)]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
 
 
 def broadcast_packed(
@@ -221,6 +226,15 @@ def client_of(server: Callable[[], Server]) -> type:
     return Client
 
 
+class _WithAccelerator:
+    """`torch` for online DPO, which asks for an accelerator before it makes a server's client."""
+
+    accelerator = SimpleNamespace(current_accelerator=lambda: torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @contextlib.contextmanager
 def vllm(folder: str) -> Iterator[list[Engine]]:
     """Within: TRL finds vLLM. Gives the engines that are made.
@@ -243,6 +257,7 @@ def vllm(folder: str) -> Iterator[list[Engine]]:
         changes.replace(client, "_HAS_STATEFUL_TRAINER_ENGINE", True)
         changes.replace(client, "_HAS_RESET_PREFIX_CACHE_SUCCESS", True)
         changes.replace(client, "packed_nccl_broadcast_producer", broadcast_packed)
+        changes.replace(modules[2], "torch", _WithAccelerator())
         Engine.made = []
         yield Engine.made
         Engine.made = []
