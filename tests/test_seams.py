@@ -92,6 +92,12 @@ TORCH = [
         "wrappers: refused before it takes rows for parameters",
     ),
     Seam(COMPOSABLE, "", "import _localize_dtensor", "wrappers: looked up at the call"),
+    Seam(
+        torch.testing._comparison,
+        "assert_close",
+        "actual, expected = _unwrap_dtensor_for_comparison(actual, expected)",
+        "comparisons: `assert_close` of what is at rest",
+    ),
     Seam(DTensor, "__new__", "", "rows_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
     Seam(
         torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"
