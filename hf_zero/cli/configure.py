@@ -58,7 +58,9 @@ def run(args: argparse.Namespace, ask: Callable[[str], str] = input) -> int:
     precision = args.mixed_precision or _choice(
         ask, "Compute in (no: float32)", ("no", "bf16"), "bf16", "--mixed-precision"
     )
-    _write(args.out, {"stage": int(stage), "expected_world_size": int(count)}, "All keys: configuration.md in the guide.")
+    _write(
+        args.out, {"stage": int(stage), "expected_world_size": int(count)}, "All keys: configuration.md in the guide."
+    )
     _write(args.accelerate, _accelerate(int(count), str(precision)), "For `accelerate launch --config_file`.")
     print(f"\nWrote {args.out} and {args.accelerate}. Run:")
     print(f"  hf-zero launch --config_file {args.accelerate} --zero {args.out} script.py ...")
