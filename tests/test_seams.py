@@ -123,15 +123,27 @@ TORCH = [
     Seam(
         torch.distributed.distributed_c10d,
         "_new_process_group_helper",
-        "_get_split_source(_get_default_group())",
+        "_get_default_group().bound_device_id",
         "_unbound",
+    ),
+    Seam(
+        torch.distributed.distributed_c10d,
+        "_new_process_group_helper",
+        "split_from = _get_split_source(_get_default_group()",
+        "_unbound",
+    ),
+    Seam(
+        torch.distributed.distributed_c10d,
+        "_new_process_group_helper",
+        "pg.bound_device_id = device_id",
+        "_device_for",
     ),
     Seam(
         torch.distributed.ProcessGroup, "_get_backend", "", "backend_on: a group may have one for each type of device"
     ),
     Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "new_group_among"),
     Seam(torch.distributed.distributed_c10d, "new_group", "new_group_with_tag", "new_group_among"),
-    Seam(torch.distributed.distributed_c10d, "_new_group_with_tag", "_world.pg_group_ranks[pg] =", "new_group_among"),
+    Seam(torch.distributed.distributed_c10d, "_new_group_with_tag", "_world.pg_group_ranks[pg", "new_group_among"),
     Seam(torch.distributed.tensor._api, "", "r._spec = spec", "rows_like, replaced_by_whole: where a DTensor keeps it"),
     Seam(torch.distributed.tensor._api, "", "r._local_tensor = local_tensor", "local_of, set_local: its rows"),
     Seam(torch, "_amp_foreach_non_finite_check_and_unscale_", "", "rule: every rank hears of an overflow"),

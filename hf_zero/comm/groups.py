@@ -83,6 +83,9 @@ def default_device() -> torch.device:
     On the one that the group is bound to (`init_process_group(device_id=...)`), else on the current one. While nobody has set
     one, the current one is the first: then it is the one of this process's number on its host, as launchers tell it, since
     ranks that share a device cannot exchange over NCCL.
+
+    Raises:
+        UsageError: torch has bound the group to another device than the one that the program has set.
     """
     group = default_group()
     backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
@@ -90,12 +93,19 @@ def default_device() -> torch.device:
     if accelerator is None or backend == "gloo":
         return torch.device("cpu")
     bound = None if group is None else group.bound_device_id
-    if bound is not None and bound.type == accelerator.type:
+    index, number = torch.accelerator.current_device_index(), os.environ.get("LOCAL_RANK")
+    local_number = None if number is None else int(number)
+    if group is not None and bound is not None and bound.type == accelerator.type:
+        if index not in (0, bound.index) and torch_groups.may_be_bound_by_torch(group, local_number):
+            raise UsageError(
+                f"the process group is bound to {bound}, which torch has taken by the number of this process, but the program "
+                f"has set device {index}: NCCL could exchange nothing of it. Name the device where the group is made: "
+                f"`init_process_group(..., device_id=torch.device({accelerator.type!r}, {index}))`"
+            )
         return bound
-    index = torch.accelerator.current_device_index()
     if index == 0 and group is not None:
-        number = int(os.environ.get("LOCAL_RANK", "0"))
-        index = number if number < torch.accelerator.device_count() else index
+        place = local_number or 0
+        index = place if place < torch.accelerator.device_count() else index
     return torch.device(accelerator.type, index)
 
 

@@ -20,6 +20,10 @@ _LEAVING_S = 0.1
 # torch 2.13 renamed both, and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Public since torch 2.14, which warns of the old name.
+_set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+_BOUND_BY_THEMSELVES = ("nccl2", "nccl-lazy")
 
 _cached_for: weakref.ref[object] | None = None
 
@@ -63,13 +67,38 @@ def new_group_among(
     """
     core: Any = dist.distributed_c10d
     chosen = backend or dist.get_backend_config()
-    place = ranks.index(dist.get_rank())
-    with _unbound(core._get_default_group()):
+    place, parent = ranks.index(dist.get_rank()), core._get_default_group()
+    device = _device_for(chosen, parent)
+    with _unbound(parent):
         group, _ = core._new_process_group_helper(
-            len(ranks), place, ranks, core.Backend(chosen), core._get_default_store(), name, timeout=timeout
+            len(ranks),
+            place,
+            ranks,
+            core.Backend(chosen),
+            core._get_default_store(),
+            name,
+            timeout=timeout,
+            device_id=device,
         )
     core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
+
+
+def _device_for(backend: str, parent: Any) -> torch.device | None:
+    """The device that a new group is to be bound to: that of the program's group, where both have one backend for it.
+
+    As `new_group` does. Backends that insist on a device (`nccl2`) would take the one of the process's number on its host.
+    """
+    bound, config = parent.bound_device_id, dist.get_backend_config()
+    if bound is None:
+        return None
+    chosen, of_program = (_by_device(each).get(bound.type) for each in (backend, config))
+    return bound if chosen == of_program != "gloo" else None
+
+
+def _by_device(config: str) -> dict[str, str]:
+    core: Any = dist.distributed_c10d
+    return dict(core.BackendConfig(core.Backend(config)).get_device_backend_map())
 
 
 @contextlib.contextmanager
@@ -92,7 +121,7 @@ def program_store() -> Any:
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let exchanges of a group that exists already wait for so long."""
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+    _set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -125,9 +154,29 @@ def num_groups_begun() -> int:
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that exchanges a group's tensors of a device: "gloo", "nccl".
 
-    `dist.get_backend` says "cpu:gloo,cuda:nccl" of a group that was made without the name of one.
+    `dist.get_backend` says "cpu:gloo,cuda:nccl" of a group that was made without the name of one. torch has several on NCCL,
+    of which one is called so at a time: from 2.15 on "nccl" makes one that says "nccl2".
     """
+    name = _implementation(group, device)
+    return "nccl" if name.startswith("nccl") else name
+
+
+def _implementation(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
+
+
+def may_be_bound_by_torch(group: dist.ProcessGroup, local_number: int | None) -> bool:
+    """Whether torch, not the program, may have chosen the device that a group is bound to.
+
+    Args:
+        group: bound to a device.
+        local_number: of this process on its host, if a launcher has told it.
+    """
+    bound = group.bound_device_id
+    if bound is None or _implementation(group, bound) not in _BOUND_BY_THEMSELVES:
+        return False
+    number = dist.get_rank() if local_number is None else local_number
+    return bool(bound.index == number % torch.accelerator.device_count())
 
 
 def coalesces_on(group: dist.ProcessGroup, device: torch.device) -> bool:

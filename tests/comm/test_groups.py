@@ -7,10 +7,18 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import groups
+from hf_zero.errors import UsageError
 
 
 class _Group:
     bound_device_id: torch.device | None = None
+    implementation = "nccl"
+
+    def _get_backend(self, device: torch.device) -> "_Group":
+        return self
+
+    def name(self) -> str:
+        return self.implementation
 
 
 def _machine(patch: pytest.MonkeyPatch, current: int, local_rank: str | None, count: int = 4) -> _Group:
@@ -36,6 +44,28 @@ def _machine(patch: pytest.MonkeyPatch, current: int, local_rank: str | None, co
 def test_parameters_live_on_the_device_that_the_group_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
     _machine(monkeypatch, 0, "1").bound_device_id = torch.device("cuda", 3)
     assert groups.default_device() == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(("current", "bound"), [(1, 3), (0, 2), (2, 2)])
+def test_parameters_live_where_nccl2_is_bound_if_the_program_may_have_said_so(
+    monkeypatch: pytest.MonkeyPatch, current: int, bound: int
+) -> None:
+    group = _machine(monkeypatch, current, "2")
+    group.implementation, group.bound_device_id = "nccl2", torch.device("cuda", bound)
+    assert groups.default_device() == torch.device("cuda", bound)
+
+
+@pytest.mark.parametrize("implementation", ["nccl2", "nccl-lazy"])
+@pytest.mark.parametrize("local_rank", ["2", "6", None])
+def test_a_device_set_by_the_program_beside_one_that_torch_has_taken_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, local_rank: str | None
+) -> None:
+    """Those backends bind themselves to the device of the process's number, where nobody names one."""
+    group = _machine(monkeypatch, 1, local_rank)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 6)
+    group.implementation, group.bound_device_id = implementation, torch.device("cuda", 2)
+    with pytest.raises(UsageError, match=r"bound to cuda:2.*set device 1.*device_id=torch.device\('cuda', 1\)"):
+        groups.default_device()
 
 
 @pytest.mark.parametrize(
