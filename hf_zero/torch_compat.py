@@ -287,6 +287,12 @@ def carried_by_backward(key: str) -> object:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
+# Public since torch 2.15, where it is the same.
+_queue_callback: Any = getattr(torch.autograd.graph, "queue_callback", None) or (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward pass is complete; never, if it raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _queue_callback(callback)
