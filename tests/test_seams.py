@@ -43,6 +43,8 @@ from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArgum
 from transformers.distributed.mixin import DistributedMixin
 from transformers.generation.utils import GenerationMixin
 
+from hf_zero.cli.doctor import is_newer_than_tested
+
 COMPOSABLE = importlib.import_module("torch.distributed._composable.replicate")
 ROOT = Path(__file__).parents[1]
 
@@ -133,10 +135,7 @@ TORCH = [
         "_unbound",
     ),
     Seam(
-        torch.distributed.distributed_c10d,
-        "_new_process_group_helper",
-        "pg.bound_device_id = device_id",
-        "_device_for",
+        torch.distributed.distributed_c10d, "_new_process_group_helper", "pg.bound_device_id = device_id", "_device_for"
     ),
     Seam(
         torch.distributed.ProcessGroup, "_get_backend", "", "backend_on: a group may have one for each type of device"
@@ -593,12 +592,18 @@ def test_every_private_name_in_use_is_in_the_table() -> None:
     assert strange == []
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "accelerate", "safetensors", "peft"])
+@pytest.mark.parametrize("package", ["torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "trl"])
 def test_installed_version_lies_in_the_declared_range(package: str) -> None:
+    """The oldest release is declared; the newest is the one that somebody has run `.ci/newest` with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    requirement = {each.name: each for each in map(Requirement, texts)}[package]
-    assert requirement.specifier.contains(metadata.version(package).split("+")[0], prereleases=True)
+    texts = [*project["dependencies"], *project["optional-dependencies"]["all-recipes"]]
+    declared = [each.specifier for each in map(Requirement, texts) if each.name == package]
+    version = metadata.version(package)
+    assert declared and all(each.contains(version.split("+")[0], prereleases=True) for each in declared)
+    assert {bound.operator for each in declared for bound in each} == {
+        ">="
+    }  # who has a newer one can install beside it
+    assert not is_newer_than_tested(package, version), "look at what it changes, then raise TESTED and the README"
 
 
 def test_the_versions_are_those_that_are_imported() -> None:

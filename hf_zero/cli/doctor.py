@@ -22,6 +22,16 @@ _OPTIONAL = {
     "tokenizers": "recipes on a vocabulary of their own",
     "matplotlib": "plots of recipes",
 }
+# The newest releases that the tests have been run with, see `.ci/newest`; the README tells of them, too.
+TESTED = {
+    "torch": "2.15",
+    "transformers": "5.24",
+    "accelerate": "1.15",
+    "datasets": "5.2",
+    "safetensors": "0.8",
+    "peft": "0.21",
+    "trl": "1.16",
+}
 _NAMES = ("HF_ZERO_CONFIG", "HF_ZERO_COLLECTIVES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 
 
@@ -118,7 +128,9 @@ def packages(requirements: list[str]) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             yield Finding("bad", name, f"is missing: pip install '{requirement}'")
             continue
-        if requirement.specifier.contains(version, prereleases=True):
+        if is_newer_than_tested(name, version):
+            yield Finding("note", name, f"{version} is newer than what was tested ({TESTED[name]}): it may do")
+        elif requirement.specifier.contains(version, prereleases=True):
             yield Finding("ok", name, f"{version} (supported: {wanted})")
         else:
             yield Finding("bad", name, f"{version} is not supported: pip install '{requirement}'")
@@ -127,6 +139,13 @@ def packages(requirements: list[str]) -> Iterator[Finding]:
             yield Finding("ok", name, f"{importlib.metadata.version(name)} ({use})")
         except importlib.metadata.PackageNotFoundError:
             yield Finding("note", name, f"is not installed; needed for {use} only")
+
+
+def is_newer_than_tested(name: str, version: str) -> bool:
+    """Whether a release of a package is beyond the newest that the tests have been run with."""
+    from packaging.version import Version
+
+    return name in TESTED and Version(version).release[:2] > Version(TESTED[name]).release
 
 
 def _devices() -> Iterator[Finding]:

@@ -34,6 +34,22 @@ def test_missing_and_foreign_versions_are_named_with_what_to_install() -> None:
     assert "nothing" not in found
 
 
+def test_a_release_beyond_those_tested_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.TESTED, "torch", "2.9")
+    monkeypatch.setitem(doctor.TESTED, "pyyaml", "6.99")
+    found = {finding.what: finding for finding in packages(["torch>=2.11", "pyyaml>=6.0"])}
+    assert (found["torch"].state, found["pyyaml"].state) == ("note", "ok")
+    assert "newer than what was tested (2.9)" in found["torch"].said
+
+
+@pytest.mark.parametrize(("version", "is_newer"), [("2.13.0+cpu", False), ("2.15.3", False), ("2.16.0.dev1", True)])
+def test_the_first_two_numbers_of_a_release_are_compared(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_newer: bool
+) -> None:
+    monkeypatch.setitem(doctor.TESTED, "torch", "2.15")
+    assert doctor.is_newer_than_tested("torch", version) is is_newer
+
+
 def test_a_problem_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["no-such-package>=1"])
     assert main(["doctor", "--num-processes", "0"]) == 1
