@@ -4,6 +4,7 @@
   part in saving.
 - `no_sync`: where accelerate and the Trainer look for it.
 - `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
+- `device`: that on which it computes, where parameters rest in host memory beside one.
 - `save_pretrained`, also of parts: writes whole weights. Of other libraries than transformers and PEFT (diffusers,
   sentence-transformers), all parameters are whole on every rank while rank 0 writes.
 - `resize_token_embeddings`: sees whole embeddings; what it creates is partitioned by the next `shard_model`.
@@ -31,6 +32,7 @@ from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.sharding.generation import generate
+from hf_zero.sharding.other_libraries.resting_on_host import tell_device
 
 _LOCAL_SGD = "accelerate.local_sgd"
 
@@ -39,6 +41,8 @@ def attach(model: nn.Module, world: World) -> None:
     """Attach all of this to a model; a second call changes nothing."""
     attributes = model.__dict__
     attributes["no_sync"] = types.MethodType(_no_sync, model)
+    if world.steps_on_host:
+        tell_device(model)
     if world.num_ranks == 1:
         return
     name = "_is_distributed_loading_by_transformers"

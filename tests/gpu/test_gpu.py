@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.bench.gpu.run import ON_ONE_DEVICE
-from tests.gpu import offload
+from tests.gpu import offload, offload_doors
 from tests.gpu.cases import CASES_OF_FOUR, CASES_OF_TWO, NEED_A_FOLDER, run
 from tests.gpu.mistakes import MISTAKES
 from tests.ranks import ENVIRONMENT, on_ranks
@@ -26,7 +26,7 @@ _BY_HAND = {
     "bf16",
     "compiled",
     "recomputation",
-    *(each.__name__ for each in offload.OF_TWO),
+    *(each.__name__ for each in (*offload.OF_TWO, *offload_doors.OF_TWO)),
 }  # on CPUs, other tests show the same
 
 
@@ -90,7 +90,7 @@ def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("late_device")
-@pytest.mark.parametrize("name", ["offload", "offload_in_parts", "offload_is_refused"])
+@pytest.mark.parametrize("name", ["offload", "offload_in_parts", "offload_is_refused", "offload_doors"])
 def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
     shown = _launched(name, tmp_path, ["tests.gpu.late.run", name, "late,early"], num_ranks=1)
     assert [f"{name}, {order}: right" for order in ("late", "early") if f"{name}, {order}: right" not in shown] == []

@@ -9,7 +9,7 @@ and in `landing`.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,14 @@ class HostRows:
         sent: what goes up: this rank's rows in the compute dtype, pinned.
         gradient: where the gradient comes down, pinned; None for a frozen one.
         kept: this rank's rows on the device, in the compute dtype, from which they are gathered; None: they go up each time.
+        device: to which it goes up.
 
     Attributes:
         is_stale: rows have changed since they were last copied to `sent`.
     """
 
-    def __init__(self, sent: Tensor, gradient: Tensor | None, kept: Tensor | None) -> None:
-        self.sent, self.gradient, self.kept = sent, gradient, kept
+    def __init__(self, sent: Tensor, gradient: Tensor | None, kept: Tensor | None, device: torch.device) -> None:
+        self.sent, self.gradient, self.kept, self.device = sent, gradient, kept, device
         self.is_stale = True
         self._copied: torch.Event | None = None  # the last copies from `sent` have been made
         self._version = -1  # of a plain parameter's rows, when they were last copied
@@ -69,8 +70,21 @@ class HostRows:
         return None if room is None or torch_compat.is_held_elsewhere(room) else room
 
 
+_grad: Any = torch._C.TensorBase.grad
+
+
 class HostParameter(nn.Parameter):
     """A parameter of a process alone that rests in host memory: tells when somebody may write past torch's counter."""
+
+    def _set_grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, None if value is None else value.to(self.device))
+
+    grad: Any = property(  # its getter stays torch's: steps read it
+        _grad.__get__,
+        _set_grad,
+        _grad.__delete__,
+        "The gradient, in host memory. One on the device may be assigned too.",
+    )
 
     @property
     def data(self) -> Tensor:

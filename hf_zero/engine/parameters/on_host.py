@@ -69,6 +69,14 @@ def rests_on_host(param: Tensor, world: World) -> bool:
     return param.device.type == "cpu" and world.device.type != "cpu"
 
 
+def computes_on(param: Tensor) -> torch.device | None:
+    """The device that a parameter at rest in host memory goes up to; None: it rests where modules compute."""
+    rows, world = vars(param).get(HOST_ROWS), vars(param).get("_zero_world")
+    if isinstance(rows, HostRows):
+        return rows.device
+    return world.device if isinstance(world, World) and rests_on_host(param, world) else None
+
+
 def _make_rows(new: list[ZeroParameter], world: World) -> None:
     is_pinned = world.config.offload.pin
     trained = [p for p in new if p.param.requires_grad]
@@ -78,7 +86,7 @@ def _make_rows(new: list[ZeroParameter], world: World) -> None:
     keeps_rows = world.config.policy.shards_parameters and world.config.offload.parameters != "host"
     for p, sent in zip(new, made, strict=False):
         kept = torch.empty_like(sent, device=world.device) if keeps_rows and p.is_sharded else None
-        vars(p.param)[HOST_ROWS] = HostRows(sent, gradients.get(p), kept)
+        vars(p.param)[HOST_ROWS] = HostRows(sent, gradients.get(p), kept, world.device)
 
 
 def _fits(rows: object, p: ZeroParameter) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_zero.engine.parameters.host_rows import HostParameter
 from hf_zero.engine.parameters.whole import WholeParameter
 
 _CLASS, _SOURCE = "_zero_class", "_zero_source"
@@ -73,7 +74,7 @@ def _guard_product(module: nn.Module, args: Any, output: Any) -> None:
 
 def is_of_own_class(param: nn.Parameter) -> bool:
     """Whether this is a frozen parameter whose class alone knows what its values mean: quantised weights."""
-    is_own = isinstance(param, nn.Parameter) and not isinstance(param, DTensor | WholeParameter)
+    is_own = isinstance(param, nn.Parameter) and not isinstance(param, DTensor | WholeParameter | HostParameter)
     return is_own and type(param) is not nn.Parameter and not param.requires_grad
 
 
