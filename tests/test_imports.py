@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 # The house, from the ground up: a floor may import from the floors below it, and within itself where no circle arises.
 _FLOORS = [
     ["errors", "layout", "tables", "changes"],
-    ["torch_compat", "scratch", "host_memory"],
+    ["torch_compat", "scratch", "host_memory", "host_cores"],
     ["config"],
     ["comm"],
     ["engine.__init__", "engine.ranks"],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.host_rows import HostParameter
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.optim.kinds import minds_all, wrapped_optimizers
 from hf_zero.optim.stand_in import StandIn
@@ -200,4 +201,5 @@ def choose_fused(optimizer: torch.optim.Optimizer) -> None:
 
 def _can_be_fused(param: Tensor) -> bool:
     # Parameters of other models are plain tensors, which no fused step takes together with partitioned ones.
-    return isinstance(param, DTensor) and param.is_floating_point() and torch_compat.can_be_fused_on(param.device)
+    is_ours = isinstance(param, DTensor | HostParameter)
+    return is_ours and param.is_floating_point() and torch_compat.can_be_fused_on(param.device)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_zero import host_cores
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.parameters.left_behind import successor
 from hf_zero.engine.parameters.records import gatherers_of
 from hf_zero.engine.parameters.replaced import current, is_replaced
 from hf_zero.errors import PartitionError
 from hf_zero.optim.choice import stepping_of, worlds_of
+from hf_zero.optim.on_rows import choose_fused
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import StepCall, Stepping, params_of
@@ -56,7 +58,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
     worlds = worlds_of(optimizer)
     stepping = stepping_of(optimizer, worlds)
+    if any(engine.world.steps_on_host for engine in held):
+        host_cores.begin(id(optimizer))
     if stepping is None:
+        if held:
+            choose_fused(optimizer)
         before_change()
         return None
     stepping.cut_loaded_states(optimizer, worlds)
@@ -90,6 +96,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for engine in live_engines():
         engine.on_step(params)
     _show_gathered([engine for engine in live_engines() if any(map(engine.find, params))])
+    host_cores.end(id(optimizer))
 
 
 def _keep_gathered(engines: list[ZeroEngine]) -> None:

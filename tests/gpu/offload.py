@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from hf_zero import host_memory
+from hf_zero import host_cores, host_memory
 from hf_zero.engine.parameters import on_host
 from tests.gpu.training import BLOCKS, LLAMA, STEPS, adamw, batch_of, train
 from tests.models import make_model
@@ -146,4 +146,35 @@ def offload_resumed(device: torch.device, folder: str) -> dict[str, Any]:
     return {}
 
 
-OF_TWO = (offload, offload_in_parts, offload_is_refused, offload_resumed)
+def offload_threads(device: torch.device) -> dict[str, Any]:
+    """A step on the host takes this process's share of the cores, fused also on one rank, and gives them back."""
+    if device.type == "cpu":
+        return {}
+    seen: list[int] = []
+    for stage in (1, 3):
+        model = make_model(LLAMA).to(device)
+        zero.shard_model(model, {"stage": stage, **BLOCKS, "offload": HOST})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
+        before = torch.get_num_threads()
+        with (
+            patch.object(host_cores, "share_of_cores", lambda: 2),
+            patch.object(type(optimizer), "step", torch.optim.Optimizer.profile_hook_step(_counted(step, seen))),
+        ):
+            model(**batch_of(0, dist.get_rank(), device)).loss.backward()
+            optimizer.step()
+        assert seen and set(seen) == {2 if before == 1 else before}, seen
+        assert torch.get_num_threads() == before
+        assert all(group["fused"] for group in optimizer.param_groups)
+    return {}
+
+
+def _counted(step: Any, seen: list[int]) -> Any:
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return step(self, *args, **kwargs)
+
+    return counted
+
+
+OF_TWO = (offload, offload_threads, offload_in_parts, offload_is_refused, offload_resumed)

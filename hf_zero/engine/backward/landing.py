@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.records import ZeroParameter, rows_at_rest
 from hf_zero.engine.ranks.world import World
+from hf_zero.host_cores import on_all_cores
 from hf_zero.host_memory import rooms
 
 _ROOM_BYTES = 64 * 2**20
@@ -162,7 +163,7 @@ class Landing:
         part = self._parts.popleft()
         if not part.event.query():
             part.event.synchronize()
-        with torch.no_grad():
+        with torch.no_grad(), on_all_cores():
             part.target.add_(part.values)
         self._free.append(part.room)
 

@@ -15,6 +15,7 @@ import torch
 
 from hf_zero.engine.parameters.host_rows import HostRows
 from hf_zero.engine.units.memory import Slot
+from hf_zero.host_cores import on_all_cores
 
 
 @functools.cache
@@ -42,8 +43,9 @@ def going_up(slots: Sequence[Slot], device: torch.device) -> Iterator[Upload]:
         device: of the unit.
     """
     changed = [slot for slot in slots if _rows_of(slot).has_changed(slot.parameter.param)]
-    for slot in changed:
-        _rows_of(slot).refresh(slot.parameter.param)
+    with on_all_cores():
+        for slot in changed:
+            _rows_of(slot).refresh(slot.parameter.param)
     up, event = _stream(device), torch.Event(device)
     up.wait_stream(torch.accelerator.current_stream(device))
     with up, torch.no_grad():
