@@ -130,7 +130,8 @@ def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates
                     precision.gradient_dtypes(compute, is_as_made, sends_as_given),
                     param.trains,
                     is_shared,
-                    unit.reads_in_backward,
+                    unit.uses,
+                    False,
                     config.wire.gather,
                 )
             )

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hf_zero.config.units import UnitGrouping
-from hf_zero.engine.units.call import reads_in_backward
 from hf_zero.engine.units.grouping import group
 from hf_zero.errors import UsageError
 from hf_zero.plan.models import SIZES, config_of
+from hf_zero.plan.states import Uses
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,12 +52,12 @@ class UnitShape:
     Attributes:
         name: of the modules whose calls need them.
         parameters: in order.
-        reads_in_backward: whether the backward needs them again.
+        uses: in a step.
     """
 
     name: str
     parameters: tuple[ParameterShape, ...]
-    reads_in_backward: bool
+    uses: Uses
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None, in_4bit: b
         UnitShape(
             each.name,
             tuple(_shape_of(f.names[0], f.param, id(f.param) in packed) for f in each.params),
-            any(map(reads_in_backward, each.entries)),
+            Uses.of(each.name, each.entries),
         )
         for each in group(model, grouping or UnitGrouping())
     )

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import GradientDtypes
+from hf_zero.engine.units.call import reads_in_backward
 from hf_zero.layout import RowLayout
+
+_HOLDS_ONLY = "shared"  # transformers' name for the module whose tied weight others compute with; nobody calls it
+
+
+@dataclass(frozen=True)
+class Uses:
+    """How often a step of one micro-batch uses a unit. A tied weight has a use for each of the modules that hold it.
+
+    Attributes:
+        calls: in the forward, each of which is gathered for; each has a gradient, which is reduced.
+        reads: calls whose backward reads the parameters again.
+    """
+
+    calls: int = 1
+    reads: int = 1
+
+    @classmethod
+    def of(cls, name: str, entries: Sequence[nn.Module]) -> Uses:
+        """By the modules, as `group` names them, whose calls need the unit; each is taken to be called once."""
+        names = name.split(" + ")
+        called = [
+            module
+            for path, module in zip(names, entries)
+            if path.rpartition(".")[2] != _HOLDS_ONLY or len(entries) == 1
+        ]
+        return cls(max(len(called), 1), sum(map(reads_in_backward, called)))
 
 
 @dataclass(frozen=True)
@@ -25,7 +53,8 @@ class Placed:
         gradient: dtypes of its gradient.
         trains: whether it gets gradients.
         is_shared: its whole is in memory that the ranks of the host share.
-        gathered_again: the backward gathers it, too.
+        uses: of its unit.
+        is_kept: it stays whole from the forward to the backward, which need not gather it.
         gather: the wire format of its gathers.
     """
 
@@ -36,7 +65,8 @@ class Placed:
     gradient: GradientDtypes
     trains: bool
     is_shared: bool
-    gathered_again: bool
+    uses: Uses
+    is_kept: bool
     gather: str
 
     @property
@@ -149,7 +179,7 @@ def _add_parameter(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ra
         states.parameters += part if ranks.nearby > 1 else 0  # the second copy
         states.sharded += p.row_bytes
         again = part * (ranks.nearby - 1) if ranks.nearby > 1 else once
-        states.gathered += once + (again if p.gathered_again else 0)
+        states.gathered += once + again * (p.uses.calls - 1 + (0 if p.is_kept else p.uses.reads))
     elif p.trains and not p.is_shared:  # what has changed
         states.gathered += once
 
@@ -159,20 +189,23 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
     states.trained_rows += p.row_bytes
     states.optimizer += num_states * p.row_bytes
     states.optimizer_on_disk += num_states * p.row_bytes if config.offload.optimizer == "disk" else 0
+    # Where gradients are whole between backwards, those of a tied weight are added up before they are reduced.
+    times = p.uses.calls if policy.shards_gradients else 1
     keeps_whole = not policy.shards_gradients and ranks.data > 1
     states.gradients += p.layout.numel * p.gradient.summed.itemsize if keeps_whole else p.row_bytes
     if not p.is_cut:
-        states.reduced += _all_reduced(p.layout.numel * p.gradient.summed.itemsize, ranks.data)
+        states.reduced += times * _all_reduced(p.layout.numel * p.gradient.summed.itemsize, ranks.data)
         return
     states.sharded += p.row_bytes * (num_states + policy.shards_gradients)
     states.reduced_rows += p.own * p.gradient.sent.itemsize
-    states.between_replicas += _all_reduced(p.own * p.gradient.summed.itemsize, ranks.replicas)
+    states.between_replicas += times * _all_reduced(p.own * p.gradient.summed.itemsize, ranks.replicas)
     if config.reduce_scatter is False:
-        states.reduced += _all_reduced(p.layout.numel * p.gradient.sent.itemsize, ranks.shards)
+        states.reduced += times * _all_reduced(p.layout.numel * p.gradient.sent.itemsize, ranks.shards)
     elif config.wire.reduce != "float32":
-        states.reduced += wire.bytes_of(config.wire.reduce, p.gradient.given, p.layout, p.own) * (ranks.shards - 1)
+        sent = wire.bytes_of(config.wire.reduce, p.gradient.given, p.layout, p.own)
+        states.reduced += times * sent * (ranks.shards - 1)
     else:
-        states.reduced += p.layout.numel * p.gradient.sent.itemsize * (ranks.shards - 1) / ranks.shards
+        states.reduced += times * p.layout.numel * p.gradient.sent.itemsize * (ranks.shards - 1) / ranks.shards
 
 
 def _all_reduced(num_bytes: int, ranks: int) -> float:

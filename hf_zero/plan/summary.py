@@ -14,9 +14,7 @@ from hf_zero.engine.backward.reduction import gradient_dtypes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.call import reads_in_backward
-from hf_zero.engine.units.unit import Unit
-from hf_zero.plan.states import ModelStates, Placed, Ranks, add_up
+from hf_zero.plan.states import ModelStates, Placed, Ranks, Uses, add_up
 from hf_zero.tables import aligned
 
 _ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
@@ -26,7 +24,8 @@ def model_states(engine: ZeroEngine) -> ModelStates:
     """What this rank holds and receives, from the engine's own layouts, see `add_up`."""
     world = engine.world
     shared = {p for unit in engine.units if unit.is_shared for p in unit.parameters}
-    again = {p for unit in engine.units if _is_gathered_twice(engine, unit) for p in unit.parameters}
+    units = {p: unit for unit in engine.units for p in unit.parameters}
+    uses = {unit: Uses.of(unit.name, unit.entries) for unit in engine.units}
     placed = [
         Placed(
             p.layout,
@@ -36,7 +35,8 @@ def model_states(engine: ZeroEngine) -> ModelStates:
             gradient_dtypes(p, world),
             p.param.requires_grad,
             p in shared,
-            p in again,
+            uses[units[p]] if p in units else Uses(),
+            p not in units or units[p].keeps_whole or units[p].index in engine.kept_for_backward,
             "float32" if is_quantised(p.param) else world.config.wire.gather,
         )
         for p in engine.parameters
@@ -45,12 +45,6 @@ def model_states(engine: ZeroEngine) -> ModelStates:
     states = add_up(placed, world.config, ranks, _ADAM_STATES)
     states.largest_unit = max((unit.buffer_nbytes for unit in engine.units), default=0)
     return states
-
-
-def _is_gathered_twice(engine: ZeroEngine, unit: Unit) -> bool:
-    """Whether the backward gathers again what the forward has gathered."""
-    is_kept = unit.keeps_whole or unit.index in engine.kept_for_backward
-    return not is_kept and any(map(reads_in_backward, unit.entries))
 
 
 def summary(engine: ZeroEngine, mixed_precision: str = "no", is_full: bool = True) -> str:

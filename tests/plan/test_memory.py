@@ -18,6 +18,7 @@ from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, balance, predict
 from hf_zero.plan.models import config_of
 from hf_zero.plan.shapes import ModelShape, ParameterShape, UnitShape, meta_model, shapes_of
+from hf_zero.plan.states import Uses
 from hf_zero.plan.summary import model_states
 from tests.models import CASES, make_model
 from tests.ranks import run_ranks
@@ -38,7 +39,7 @@ def _counted(case: str, configs: list[dict[str, Any]]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("case", ["llama", "gpt2", "mlp"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mlp", "t5"])
 def test_model_states_are_those_that_the_engine_counts(case: str, num_ranks: int) -> None:
     shape = shapes_of(make_model(CASES[case]))
     more = ({}, _MIXED, {"keep_whole_numel": 20}, {"wire": {"gather": "int8", "reduce": "int4"}})
@@ -72,7 +73,7 @@ def _of_size(numel: int) -> ModelShape:
     """Blocks of equal parameters, of so many elements in all."""
     rows = numel // 100 // 1024
     params = tuple(ParameterShape(f"block.{i}", (rows, 1024), torch.float32, True) for i in range(100))
-    return ModelShape("Model", tuple(UnitShape(p.name, (p,), True) for p in params), 0)
+    return ModelShape("Model", tuple(UnitShape(p.name, (p,), Uses()) for p in params), 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,7 +14,7 @@ from hf_zero.layout import ALIGNMENT_BYTES
 from hf_zero.plan.summary import Measured, Start, model_states, summary, summary_after
 from hf_zero.torch_compat import local_of
 from tests.engine.twins import SHARDED, STAGES
-from tests.models import Stack, stack_batch
+from tests.models import CASES, Stack, make_model, stack_batch
 from tests.ranks import alone, on_ranks
 
 WIDTH, BLOCKS, RANKS = 12, 3, 2
@@ -116,6 +117,22 @@ def test_traffic_is_that_of_the_exchange_asked_for(choice: tuple[bool | str, int
 @on_ranks(RANKS)
 def test_traffic_of_stage_3_counts_what_the_backward_gathers_again() -> None:
     assert measure(3, prefetch_bytes=0).states.traffic == 4 * (3 * NUMEL - EMBEDDING_NUMEL) // 2
+
+
+@on_ranks(RANKS, stage=SHARDED, prefetch_bytes=[0, 2**26])
+def test_traffic_of_a_tied_weight_is_that_of_all_its_uses(stage: int, prefetch_bytes: int) -> None:
+    if stage < 3 and not prefetch_bytes:
+        return
+    model = make_model(CASES["t5"])  # a weight for two embeddings and the head
+    engine = zero.shard_model(model, {"stage": stage, "collectives": "pairwise", "prefetch_bytes": prefetch_bytes})
+    optimizer, ledger = torch.optim.AdamW(model.parameters()), engine.world.ledger
+    for step in range(3):
+        ledger.reset()
+        model(**CASES["t5"].batch(step, dist.get_rank())).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = sum(ledger.total(kind).bytes for kind in ("gather", "reduce_scatter"))
+    assert model_states(engine).traffic == pytest.approx(moved, rel=5e-3)  # one rank has a row more
 
 
 @on_ranks(RANKS, stage=SHARDED)
