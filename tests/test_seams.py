@@ -200,6 +200,7 @@ TORCH = [
     Seam(torch.autograd.profiler, "_is_profiler_enabled", "", "is_profiling"),
     Seam(torch, "_foreach_div_", "", "sums of a unit are divided in one launch"),
     Seam(torch, "_foreach_copy_", "", "a unit's rows are copied into their places in one call"),
+    Seam(torch, "_foreach_add_", "", "gradients of a unit are added up by one launch"),
     Seam(torch.autograd.Variable._execution_engine, "queue_callback", "", "after_backward"),
     Seam(torch.autograd.Variable, "_execution_engine", "", "after_backward"),
     Seam(torch.autograd, "_engine_run_backward", "", "a backward ends where it was called"),
