@@ -1,9 +1,11 @@
 """`whole_parameters`: an iterator over the whole weights of a partitioned model, in buckets of bounded memory.
 
 [Note: handing over] All ranks gather the same buckets in the same order. One bucket is on its way while the last one is taken,
-so besides its rows a rank holds two buckets, and what one layer of adapters takes while it is merged. Before each bucket the
-ranks meet, for as long as an engine may need for the one before: no exchange is left waiting for a slow reader, which a
-device's watchdog would end.
+so besides its rows a rank holds two buckets, and what one layer of adapters takes while it is merged. An exchange that packs
+messages holds some more of what is on its way: `pairwise` another bucket, gloo almost two, shared memory nothing.
+
+Before each bucket the ranks meet, for as long as an engine may need for the one before: no exchange is left waiting for a
+slow reader, which a device's watchdog would end.
 
 What is handed out is in memory of its own, which nobody writes to again: engines keep tensors until a layer is complete.
 
