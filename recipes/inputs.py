@@ -207,6 +207,23 @@ def small_llama(folder: str, texts: Iterable[str]) -> str:
     return _write(folder, AutoModelForCausalLM, config, tokenizer)
 
 
+def tiny_llama(folder: str) -> str:
+    """Write a Llama of 100,000 parameters that reads and writes bytes into a folder; returns the folder."""
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return _write(folder, AutoModelForCausalLM, config, tokenizer)
+
+
 def small_bert(folder: str, texts: Iterable[str]) -> str:
     """Write a BERT of 700,000 parameters and its tokenizer into a folder, for models that read; returns the folder."""
     tokenizer = trained_tokenizer(texts, start=True)

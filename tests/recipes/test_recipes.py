@@ -49,6 +49,7 @@ def _rows(recipe: str) -> list[dict[str, Any]]:
     columns = {
         "sft": [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in pairs],
         "dpo": [{"prompt": a, "chosen": f" {b}", "rejected": f" {b[::-1]}"} for a, b in pairs],
+        "grpo": [{"prompt": f"{a} = ", "answer": f"2026{number:04}"} for number, (a, _) in enumerate(pairs)],
         "classification": [{"text": a, "label": ["few", "many"][len(a) % 2]} for a, _ in pairs],
         "seq2seq": [{"source": a, "target": b} for a, b in pairs],
         "embedding": [{"anchor": a, "positive": b} for a, b in pairs],
@@ -125,6 +126,24 @@ def test_clm_leaves_what_from_pretrained_loads(tmp_path: Path) -> None:
     printed, out = _train("clm", tmp_path, argv)
     assert "trained: 2 steps" in printed and "held out" in printed
     assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 32
+
+
+def test_grpo_rewards_what_is_right_and_leaves_what_from_pretrained_loads(tmp_path: Path) -> None:
+    few = ["--per_device_train_batch_size=4", "--num_generations=4", "--per_device_eval_batch_size=4"]
+    printed, out = _train("grpo", tmp_path, [*_FEW, '--zero={"stage": 3}', _few_rows("grpo", tmp_path), *few])
+    assert "trained: 2 steps" in printed and "reward: " in printed and "of the characters are right" in printed
+    _assert_changed(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out / "start"))
+    recipe = runpy.run_path(str(RECIPES / "grpo.py"))
+    answers = ["2026", "a-b", ""]
+    assert recipe["characters_right"](["2062", "a-bc", "x"], answers) == [0.5, 0.75, 0.0]
+    assert recipe["kinds_right"](["2062", "x-1", ""], answers) == [1.0, 2 / 3, 0.0]
+
+
+@pytest.mark.slow
+def test_grpo_rewards_go_up(tmp_path: Path) -> None:
+    printed, _ = _train("grpo", tmp_path, ["--max_steps=40", "--disable_tqdm=true", '--zero={"stage": 3}'])
+    first, last = (float(each) for each in printed.split("reward: ")[1].splitlines()[0].split(" -> "))
+    assert first < 0.2 and last > 3 * first
 
 
 def test_lora_leaves_an_adapter_that_plain_peft_loads(tmp_path: Path) -> None:
