@@ -7,11 +7,13 @@ import importlib
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from safetensors.torch import load_file
 from torch import Tensor
 
 import hf_zero as zero
@@ -186,3 +188,27 @@ def test_undo_puts_back_what_trl_had() -> None:
     zero.undo()
     assert [dict(vars(owner)) for owner in owners] == before
     assert not any(type(finder).__module__.startswith("hf_zero") for finder in sys.meta_path)
+
+
+@on_ranks(2, stage=SHARDED)
+@undone
+def test_an_adapter_goes_alone_where_the_server_takes_adapters(stage: int, tmp_path: Path) -> None:
+    import peft
+    from trl.experimental.async_grpo.async_grpo_trainer import save_lora_adapter
+
+    vllm_weights.install()
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        models.append(peft.get_peft_model(make_model(CASES["llama"]), lora))
+    ours, plain = models
+    zero.shard_model(ours, {"stage": stage, "collectives": "pairwise"})
+    accelerator = types.SimpleNamespace(device=torch.device("cpu"), is_main_process=dist.get_rank() == 0)
+    folder = tmp_path / f"policy{stage}"
+    save_lora_adapter(ours, accelerator, "default", str(folder))  # a file is written by the main process alone
+    dist.barrier()
+    found = load_file(folder / "adapter_model.safetensors")
+    wanted = peft.get_peft_model_state_dict(plain)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
