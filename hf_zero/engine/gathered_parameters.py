@@ -39,6 +39,10 @@ class _Gathered:
     node: Any = None  # of the graph, which hands on gradients as long as it lives
     is_changed: bool = False  # and kept
 
+    def own_rows(self) -> Tensor:
+        """This rank's elements of the whole, as it is now, where its rows rest."""
+        return self.cut.of(self.whole.detach()).to(torch_compat.local_of(self.param).device)
+
 
 def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
     """A copy of a partitioned parameter as a plain whole tensor, in its dtype at rest; called by all ranks together.
@@ -118,7 +122,8 @@ class GatheredParameters:
         self._check_modifier(world)
         _check_not_in_use(param)
         cut = world.cut_of(param)
-        whole: nn.Parameter = WholeParameter(self._gather(param), requires_grad=param.requires_grad)
+        values = self._gather(param).to(world.device)  # where modules compute, wherever rows rest
+        whole: nn.Parameter = WholeParameter(values, requires_grad=param.requires_grad)
         whole = cast(nn.Parameter, as_shown(param, whole))
         vars(whole).update(attributes_of_users(param) | vars(whole))
         vars(whole)[STANDS_FOR] = param
@@ -194,7 +199,7 @@ class GatheredParameters:
         if item.whole.shape != item.param.shape:
             return False  # resized: it stays whole in its modules, and the old one is nobody's
         local = torch_compat.local_of(item.param)
-        rows = item.cut.of(item.whole.detach())
+        rows = item.own_rows()
         everyone = item.world.everyone
         if self._modifier_rank is None:
             is_changed = not _same_bits(rows, local)
@@ -204,7 +209,7 @@ class GatheredParameters:
         if self._modifier_rank is not None and reports[self._modifier_rank][0]:
             everyone.broadcast(item.whole.data, self._modifier_rank, "whole parameters")
             # Again: where the tensor axis cuts another dim than the rows, it is no view of the whole.
-            rows = item.cut.of(item.whole.detach())
+            rows = item.own_rows()
         if any(flag for (flag,) in reports) and not _same_bits(rows, local):
             local.copy_(rows)
         return any(flag for (flag,) in reports)
@@ -244,9 +249,8 @@ class GatheredAlone(GatheredParameters):
         return param.full_tensor()
 
     def _write_back(self, item: _Gathered) -> bool:
-        if item.whole.shape == item.param.shape and not _same_bits(
-            item.cut.of(item.whole.detach()), torch_compat.local_of(item.param)
-        ):
+        is_same_shape = item.whole.shape == item.param.shape
+        if is_same_shape and not _same_bits(item.own_rows(), torch_compat.local_of(item.param)):
             raise UsageError("a parameter was changed while one rank read the model alone: change it on all ranks")
         return False
 
