@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 _MARGIN = 0.9  # of a device's memory: the rest is for its context, workspaces and fragments
 _MOST_RANKS = 2**14
+_USUAL_RANKS_A_HOST = 8
 _WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 _COLOURS = {
     "parameters": "#4C72B0",
@@ -52,8 +52,12 @@ class Row:
     @property
     def name(self) -> str:
         """As the table calls it."""
-        on_disk = ", disk" if self.setting.config.offload.is_anything else ""
-        return f"stage {self.setting.config.stage}{on_disk}" + (", checkpointing" if self.checkpoints else "")
+        offload = self.setting.config.offload
+        if offload.goes_to_host:
+            where = f", {'all' if offload.parameters == 'host' else 'optimizer'} on host"
+        else:
+            where = ", disk" if offload.is_anything else ""
+        return f"stage {self.setting.config.stage}{where}" + (", checkpointing" if self.checkpoints else "")
 
 
 def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
@@ -92,6 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
     parser.add_argument(
         "--disk", metavar="FOLDER", help="also plan with all that can be offloaded in this folder (CPU ranks only)"
     )
+    parser.add_argument(
+        "--host-memory",
+        type=size,
+        metavar="SIZE",
+        help="of one host, such as 512GB: also plan with what rests in it, beside a device (see --ranks-per-host)",
+    )
+    parser.add_argument(
+        "--ranks-per-host", type=int, metavar="N", help="that share its memory (default: 8, or all ranks)"
+    )
     parser.add_argument("--scale", action="store_true", help="also show 8 to 10,000 ranks, and what limits them first")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the first way that fits")
     parser.add_argument(
@@ -119,9 +132,7 @@ def run(args: argparse.Namespace) -> int:
     shape = shapes_of(model, in_4bit=args.load_in_4bit)
     rows = rows_of(model, shape, args)
     print("\n".join([_model_told(model, shape), *_told(shape, rows, args)]))
-    chosen = next(
-        (row for row in rows if args.gpu_memory is None or row.holding.peak <= _MARGIN * args.gpu_memory), None
-    )
+    chosen = next((row for row in rows if _fits(row, args)), None)
     if args.scale:
         print("\n" + "\n".join(told(shape, (chosen if chosen and args.gpu_memory else rows[-1]).setting, _size)))
     if args.plot is not None:
@@ -137,12 +148,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("ranks", "batch_size", "seq_len", "replicate", "lora"):
+    for name in ("ranks", "batch_size", "seq_len", "replicate", "lora", "ranks_per_host"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
     if args.ranks % args.replicate:
         raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
+    if args.ranks_per_host is not None and args.host_memory is None:
+        raise ConfigError("--ranks-per-host says who shares --host-memory: give that, too")
+    if args.host_memory is not None and args.disk is not None:
+        raise ConfigError("--disk is for CPU ranks, and --host-memory for ranks on devices: give one of them")
     if args.load_in_4bit and args.lora is None:
         raise ConfigError("--load-in-4bit freezes the weights that it packs, so nothing would train: give --lora R too")
     if args.write is not None and args.write.exists():
@@ -161,16 +176,29 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace) -> li
         kept = {True: kept.get(True, NOTHING)}
     common = {"compute_dtype": args.dtype, "collectives": "native", "replicate": args.replicate}
     rows = []
-    for is_on_disk, (checkpoints, found) in itertools.product([False, True] if args.disk else [False], kept.items()):
+    for (offloads, checkpoints), found in _ways(kept, args):
         for stage in (0, 1, 2, 3):
-            if stage == 0 and (args.replicate > 1 or is_on_disk):
+            if stage == 0 and (args.replicate > 1 or offloads != "none"):
                 continue
-            parameters: Literal["none", "disk"] = "disk" if stage == 3 else "none"
-            offload = Offload("disk", parameters, path=args.disk) if is_on_disk else Offload()
-            config = ZeroConfig(stage=stage, offload=offload, **common)
-            setting = Setting(config, args.ranks, args.optimizer, args.accumulation)
-            rows.append(Row(setting, checkpoints, predict(shape, setting, found)))
+            for offload in _offloads(offloads, stage, args):
+                config = ZeroConfig(stage=stage, offload=offload, **common)
+                setting = Setting(config, args.ranks, args.optimizer, args.accumulation)
+                rows.append(Row(setting, checkpoints, predict(shape, setting, found)))
     return rows
+
+
+def _ways(kept: dict[bool, Kept], args: argparse.Namespace) -> list[tuple[tuple[str, bool], Kept]]:
+    """Where things are, and whether activations are computed again: what waits for the host, or for a disk, comes last."""
+    places = ["none", *(["host"] if args.host_memory else []), *(["disk"] if args.disk else [])]
+    return [((place, checkpoints), found) for place in places for checkpoints, found in kept.items()]
+
+
+def _offloads(place: str, stage: int, args: argparse.Namespace) -> list[Offload]:
+    if place == "disk":
+        return [Offload("disk", "disk" if stage == 3 else "none", path=args.disk)]
+    if place == "host":
+        return [Offload("host"), Offload("host", "host")] if stage == 3 else [Offload("host")]
+    return [Offload()]
 
 
 def _activations(model: nn.Module, args: argparse.Namespace) -> dict[bool, Kept]:
@@ -209,14 +237,17 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
     how += f", {args.batch_size} x {args.seq_len} tokens a rank" if args.seq_len else ""
     head = ["a rank", "parameters", "gradients", "optimizer", "gathered", "activations", "peak", "received a step"]
     head += ["disk"] if args.disk else []
-    table = [head if args.gpu_memory is None else [*head, "fits"]]
+    head += ["on the host"] if args.host_memory else []
+    has_limit = args.gpu_memory is not None or args.host_memory is not None
+    table = [[*head, "fits"] if has_limit else head]
     for row in rows:
         h = row.holding
         known = _size(h.activations) if args.seq_len else "?"
         sizes = [_size(n) for n in (h.parameters, h.gradients, h.optimizer, h.gathered)]
         moved = _size(h.in_replica) + (f" + {_size(h.between_replicas)}" if h.between_replicas else "")
         cells = [row.name, *sizes, known, _size(h.peak), moved, *([_size(h.on_disk)] if args.disk else [])]
-        table.append(cells if args.gpu_memory is None else [*cells, "yes" if _fits(row, args) else "no"])
+        cells += [_size(h.on_host)] if args.host_memory else []
+        table.append([*cells, "yes" if _fits(row, args) else "no"] if has_limit else cells)
     lines = [how, "", aligned(table, "<>", margin="  "), ""]
     cut = rows[-1].setting
     lines.append(f"The greatest rank holds {balance(shape, cut):.3f} of the mean of the parameters' elements.")
@@ -224,6 +255,11 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
         lines.append("Activations are left out: give --seq-len.")
     if args.gpu_memory is not None:
         lines += _verdict(shape, rows, args)
+    if args.host_memory is not None:
+        lines.append(
+            "on the host: a rank's rows, states and gradients, and what goes up and comes down; "
+            f"{_on_a_host(args)} ranks share {_size(args.host_memory)}, of which a tenth is kept free."
+        )
     if args.disk:
         lines.append(
             "disk: optimizer states, masters and (stage 3) parameters at rest; the peak has the slots of a step."
@@ -236,16 +272,34 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
 
 
 def _fits(row: Row, args: argparse.Namespace) -> bool:
-    return bool(row.holding.peak <= _MARGIN * args.gpu_memory)
+    return _fits_device(row, args) and _fits_host(row, args)
+
+
+def _fits_device(row: Row, args: argparse.Namespace) -> bool:
+    return bool(args.gpu_memory is None or row.holding.peak <= _MARGIN * args.gpu_memory)
+
+
+def _fits_host(row: Row, args: argparse.Namespace) -> bool:
+    return bool(args.host_memory is None or row.holding.on_host * _on_a_host(args) <= _MARGIN * args.host_memory)
+
+
+def _on_a_host(args: argparse.Namespace) -> int:
+    """Ranks that share a host's memory."""
+    return int(min(args.ranks, args.ranks_per_host or _USUAL_RANKS_A_HOST))
 
 
 def _verdict(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[str]:
     limit = f"{_size(args.gpu_memory)}, of which a tenth is kept free"
     chosen = next((row for row in rows if _fits(row, args)), None)
     if chosen is not None:
-        return [f"Cheapest that fits into {limit}: {chosen.name}."]
-    least = min(rows, key=lambda row: row.holding.peak)
+        advice = ["offload to the host is what makes it fit."] if chosen.setting.config.offload.goes_to_host else []
+        return [f"Cheapest that fits into {limit}: {chosen.name}" + (f"; {advice[0]}" if advice else ".")]
+    least = min(rows, key=lambda row: (not _fits_host(row, args), row.holding.peak))
     h = least.holding
+    too_much = min((row.holding.on_host for row in rows if _fits_device(row, args)), default=None)
+    if too_much is not None:
+        needed = too_much * _on_a_host(args)
+        return [f"It fits into {limit}, if a host has {_size(needed / _MARGIN)} for its {_on_a_host(args)} ranks."]
     fixed = h.activations + h.gathered
     lines = [f"Nothing fits into {limit}; {least.name} comes nearest."]
     if fixed > _MARGIN * args.gpu_memory:
@@ -286,7 +340,9 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
         values["replicate"] = args.replicate
     if row.setting.config.offload.is_anything:
         offload = row.setting.config.offload
-        values["offload"] = {"optimizer": offload.optimizer, "parameters": offload.parameters, "path": offload.path}
+        values["offload"] = {"optimizer": offload.optimizer, "parameters": offload.parameters}
+        if offload.path is not None:
+            values["offload"]["path"] = offload.path
     text = f"# For {args.model}: hf-zero plan\n" + yaml.safe_dump(values, sort_keys=False)
     if row.checkpoints:
         text += "# With the Trainer's gradient_checkpointing=True.\n"

@@ -62,6 +62,7 @@ class Holding:
         activations: kept for the backward.
         in_replica, between_replicas: received in a step.
         on_disk: what is offloaded; its slots are in the peak.
+        on_host: what is offloaded to the host of a device, and what goes up and comes down.
         peak: the most at any time, see [Note: peak].
     """
 
@@ -74,6 +75,7 @@ class Holding:
     in_replica: int
     between_replicas: int
     on_disk: int
+    on_host: int
     peak: int
 
     @property
@@ -104,6 +106,7 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
         round(states.gathered + states.reduced),
         round(states.between_replicas),
         states.parameters_on_disk + states.optimizer_on_disk,
+        states.on_host,
         _peak(model, setting, kept, states),
     )
 
@@ -136,13 +139,14 @@ def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates
                 )
             )
     numbers = Ranks(ranks, config.replicate, setting.num_ranks, config.wire.secondary)
-    return add_up(placed, config, numbers, OPTIMIZERS[setting.optimizer])
+    return add_up(placed, config, numbers, OPTIMIZERS[setting.optimizer], config.offload.goes_to_host)
 
 
 def _gathers(setting: Setting) -> bool:
     """Whether units are whole for a while only."""
     config = setting.config
-    return config.policy.shards_parameters and setting.num_shards > 1 and config.collectives != "host"
+    comes_and_goes = setting.num_shards > 1 or config.offload.parameters == "host"
+    return config.policy.shards_parameters and comes_and_goes and config.collectives != "host"
 
 
 def _gathered_at_once(model: ModelShape, setting: Setting) -> int:
@@ -175,6 +179,10 @@ def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) 
     begin = kept.total + kept.largest + before + gathered
     if setting.accumulates:
         begin = max(begin, middle) if policy.shards_gradients else max(begin, kept.total + before + on_way)
+    if states.rows_from_device:
+        # What comes down is held until it is there: at most a bucket, or a unit and the next.
+        down = min(states.rows_from_device, max(config.bucket_bytes, 2 * largest * 2 // ranks))
+        end, middle = end + down + (largest if ranks == 1 else 0), middle + down / 2
     return round(stays + max(begin, middle, end))
 
 

@@ -117,6 +117,8 @@ class ModelStates:
         reduced_rows: of a rank's rows of all gradients, as they travel.
         trained_rows: of a rank's rows of all parameters that train, at rest.
         parameters_on_disk, optimizer_on_disk: of the above, what the configuration puts there.
+        on_host: what rests in host memory, beside a device: not in the above.
+        rows_from_device: of gradients whose rows come down from a device, at rest.
     """
 
     parameters: int = 0
@@ -131,6 +133,8 @@ class ModelStates:
     trained_rows: int = 0
     parameters_on_disk: int = 0
     optimizer_on_disk: int = 0
+    on_host: int = 0
+    rows_from_device: int = 0
 
     @property
     def traffic(self) -> int:
@@ -138,7 +142,9 @@ class ModelStates:
         return round(self.gathered + self.reduced + self.between_replicas)
 
 
-def add_up(parameters: Iterable[Placed], config: ZeroConfig, ranks: Ranks, num_states: int) -> ModelStates:
+def add_up(
+    parameters: Iterable[Placed], config: ZeroConfig, ranks: Ranks, num_states: int, has_device: bool = False
+) -> ModelStates:
     """Compute the sizes from layouts; nothing is measured or allocated.
 
     Args:
@@ -146,11 +152,15 @@ def add_up(parameters: Iterable[Placed], config: ZeroConfig, ranks: Ranks, num_s
         config: how they are trained.
         ranks: over how many.
         num_states: of a parameter's size that the optimizer keeps.
+        has_device: modules compute beside the host's memory.
 
     Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
     """
     states = ModelStates()
     for p in parameters:
+        if has_device and _rests_on_host(p, config):
+            _add_resting(states, p, config, ranks, num_states)
+            continue
         _add_parameter(states, p, config, ranks)
         if p.trains:
             _add_trained(states, p, config, ranks, num_states)
@@ -171,8 +181,35 @@ def _add_parameter(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ra
         is_on_disk = has_copy and p.trains and p.is_cut and config.offload.optimizer == "disk"  # masters
     states.parameters_on_disk += at_rest if is_on_disk else 0
     states.parameters += whole // (ranks.shards if p.is_shared else 1) if has_copy else 0
+    _add_gathers(states, p, ranks, stays_whole)
+
+
+def _rests_on_host(p: Placed, config: ZeroConfig) -> bool:
+    offload = config.offload
+    is_chosen = offload.parameters == "host" or (offload.optimizer == "host" and p.trains)
+    return is_chosen and p.rest.is_floating_point
+
+
+def _add_resting(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks, num_states: int) -> None:
+    """See [Note: rows on the host] in `engine.parameters.host_rows`."""
+    sent, all_on_host = p.own * p.compute.itemsize, config.offload.parameters == "host"
+    stays_whole = not config.policy.shards_parameters or (ranks.shards == 1 and not all_on_host)
+    states.on_host += p.row_bytes + sent
+    if stays_whole:
+        states.parameters += p.layout.padded_numel * p.compute.itemsize
+    elif not all_on_host:
+        states.parameters += sent
+    _add_gathers(states, p, ranks, stays_whole)
+    if p.trains:
+        states.on_host += (1 + num_states) * p.row_bytes
+        states.rows_from_device += p.row_bytes
+        _add_reductions(states, p, config, ranks)
+
+
+def _add_gathers(states: ModelStates, p: Placed, ranks: Ranks, stays_whole: bool) -> None:
     if not p.is_cut:
         return
+    whole = p.layout.padded_numel * p.compute.itemsize
     once = wire.bytes_of(p.gather, p.compute, p.layout, p.layout.chunk_numel) * (ranks.shards - 1)
     if not stays_whole:
         part = whole // ranks.nearby
@@ -193,10 +230,15 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
     times = p.uses.calls if policy.shards_gradients else 1
     keeps_whole = not policy.shards_gradients and ranks.data > 1
     states.gradients += p.layout.numel * p.gradient.summed.itemsize if keeps_whole else p.row_bytes
+    if p.is_cut:
+        states.sharded += p.row_bytes * (num_states + policy.shards_gradients)
+    _add_reductions(states, p, config, ranks)
+
+
+def _add_reductions(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks) -> None:
     if not p.is_cut:
         states.reduced += times * _all_reduced(p.layout.numel * p.gradient.summed.itemsize, ranks.data)
         return
-    states.sharded += p.row_bytes * (num_states + policy.shards_gradients)
     states.reduced_rows += p.own * p.gradient.sent.itemsize
     states.between_replicas += times * _all_reduced(p.own * p.gradient.summed.itemsize, ranks.replicas)
     if config.reduce_scatter is False:

@@ -42,7 +42,7 @@ def model_states(engine: ZeroEngine) -> ModelStates:
         for p in engine.parameters
     ]
     ranks = Ranks(world.num_shards, world.replicas.num_ranks, world.data.num_ranks, world.nearby.num_ranks)
-    states = add_up(placed, world.config, ranks, _ADAM_STATES)
+    states = add_up(placed, world.config, ranks, _ADAM_STATES, world.steps_on_host)
     states.largest_unit = max((unit.buffer_nbytes for unit in engine.units), default=0)
     return states
 
@@ -103,7 +103,7 @@ def _in_full(engine: ZeroEngine, states: ModelStates, parameters: str, dtypes: s
     if not config.wire.is_exact:
         rows.append(("wire", f"parameters travel in {config.wire.gather}, gradients in {config.wire.reduce}"))
     if config.offload.is_anything:
-        rows.append(("offload", _offloaded(world)))
+        rows.append(("offload", _offloaded(world, states.on_host)))
     if world.nearby.num_ranks > 1:
         rows.append(
             ("second copy", f"among {world.nearby.num_ranks} ranks of a host, for gathers of what has not changed")
@@ -256,9 +256,13 @@ def _peak_of_process() -> int:
     return most if sys.platform == "darwin" else most * 2**10
 
 
-def _offloaded(world: World) -> str:
+def _offloaded(world: World, on_host: int) -> str:
     offload = world.config.offload
-    host = "in host memory" if world.steps_on_host else "in host memory (where these ranks compute)"
+    host = (
+        f"in host memory ({_mib(on_host)} a rank in all)"
+        if world.steps_on_host
+        else "in host memory (where these ranks compute)"
+    )
     where = {"host": host, "disk": f"on disk ({offload.path})"}
     parts = [
         f"{what} {where[place]}" for what in ("optimizer", "parameters") if (place := getattr(offload, what)) in where

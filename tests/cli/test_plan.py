@@ -83,6 +83,58 @@ def test_states_on_a_disk_are_counted_there() -> None:
         assert plain.peak - disk.peak == disk.on_disk - 3 * 32 * 2**20
 
 
+def _seven_billion(folder: Path) -> str:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 32000}
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def _fitting(text: str) -> dict[str, str]:
+    return {line.split("   ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.startswith("  stage")}
+
+
+def test_a_host_makes_seven_billion_parameters_fit_on_one_small_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, options = tmp_path / "zero.yaml", [_seven_billion(tmp_path), "--ranks", "1", "--gpu-memory", "24GB"]
+    assert _plan(capsys, *options)[0] == 1
+    code, text = _plan(capsys, *options, "--host-memory", "256GB", "--write", str(out))
+    assert code == 0
+    fits = _fitting(text)
+    assert fits["stage 3"] == "no" and fits["stage 2, optimizer on host"] == fits["stage 3, all on host"] == "yes"
+    assert "optimizer on host; offload to the host is what makes it fit." in text
+    assert ZeroConfig.from_file(out).offload == Offload("host")
+    code, text = _plan(capsys, *options, "--host-memory", "64GB")
+    assert code == 1
+    assert "if a host has 1" in text and "for its 1 ranks" in text
+
+
+def test_ranks_of_a_host_share_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [_seven_billion(tmp_path), "--gpu-memory", "10GB", "--host-memory", "160GB"]
+    assert (
+        _fitting(_plan(capsys, *options, "--ranks", "16", "--ranks-per-host", "8")[1])["stage 3, all on host"] == "yes"
+    )
+    assert _fitting(_plan(capsys, *options, "--ranks", "8")[1])["stage 3, all on host"] == "yes"
+    assert _fitting(_plan(capsys, *options, "--ranks", "8", "--dtype", "float32")[1])["stage 3, all on host"] == "no"
+    assert _plan(capsys, options[0], "--ranks-per-host", "2")[1].endswith("--host-memory: give that, too\n")
+
+
+def test_what_rests_on_a_host_is_counted_there() -> None:
+    shape = shapes_of(meta_model("llama-34m"))
+    for stage, place, ranks, on_host, on_device in (
+        (2, {"optimizer": "host"}, 2, 18, 4),
+        (3, {"optimizer": "host"}, 2, 18, 2),
+        (3, {"optimizer": "host", "parameters": "host"}, 2, 18, 0),
+        (3, {"optimizer": "host", "parameters": "host"}, 1, 18, 0),
+        (3, {"optimizer": "host"}, 1, 18, 2),
+    ):
+        config = ZeroConfig(stage=stage, compute_dtype="bfloat16", collectives="native", offload=place)
+        held = predict(shape, Setting(config, ranks))
+        assert held.on_host == pytest.approx(on_host * shape.numel / ranks, rel=0.01)
+        assert held.states == pytest.approx(on_device * shape.numel / ranks, rel=0.01)
+
+
 def test_seven_billion_parameters_in_4_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
