@@ -22,11 +22,12 @@ from hf_zero.checkpoint.optimizer_state import source_of
 from hf_zero.checkpoint.ranks.background import BackgroundSaves
 from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.modules.beside import Arrival, CopyStream
 from hf_zero.engine.units import unit as unit_module
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.unit import Unit
-from tests.gpu.training import adamw
-from tests.models import Stack, stack_batch
+from tests.gpu.training import BLOCKS, adamw, train
+from tests.models import CASES, Stack, make_model, stack_batch
 
 _CONFIG: dict[str, Any] = {"stage": 3, "units": ["_StackBlock"], "timeout_s": 20}
 
@@ -182,6 +183,25 @@ def _sent_before_they_are_up() -> AbstractContextManager[Any]:
     return patch.object(unit_module, "going_up", behind_nothing)
 
 
+def _recomputing(device: torch.device) -> Tensor:
+    """The losses of steps in which the inputs of layers go down to the host, and come up to be computed again."""
+    model = make_model(CASES["llama"]).to(device)
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    zero.shard_model(model, {"stage": 3, **BLOCKS, "activations": {"offload": True}})
+    return train(model, device, range(3)).cpu()
+
+
+def _computed_before_they_are_up() -> AbstractContextManager[Any]:
+    return patch.object(Arrival, "wait", lambda arrival: None)
+
+
+def _given_back_while_they_go_down() -> AbstractContextManager[Any]:
+    def without_a_wait(copies: CopyStream) -> None:
+        copies._under_way = None
+
+    return patch.object(CopyStream, "settle", without_a_wait)
+
+
 @dataclass(frozen=True)
 class Mistake:
     """One place that does not wait.
@@ -211,6 +231,10 @@ MISTAKES = {
     ),
     "gradients are read before they are down": Mistake(lambda device: _read_before_they_are_down(), _offloading),
     "a gather begins before its rows are up": Mistake(lambda device: _sent_before_they_are_up(), _offloading),
+    "inputs are computed with before they are up": Mistake(lambda device: _computed_before_they_are_up(), _recomputing),
+    "inputs are given back while they go down": Mistake(
+        lambda device: _given_back_while_they_go_down(), _recomputing, ("early",)
+    ),
     "memory that another stream uses is not recorded": Mistake(
         lambda device: patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None), _lending
     ),

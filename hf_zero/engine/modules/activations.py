@@ -3,7 +3,8 @@
 [Note: parts of activations] Activation checkpointing keeps the input of a layer, and computes the rest again in backward. The
 ranks of the tensor axis all have the same input. So each keeps one part of it, and before a layer is computed again they gather
 it (P_a). While one layer computes, the input of the one before is on its way. Parts of one shape lie in one slab, made once and
-used again in every step, so that what lives for long does not lie scattered among what comes and goes (M_D).
+used again in every step, so that what lives for long does not lie scattered among what comes and goes (M_D). Slabs in the
+host's memory are filled and read beside the computation: see [Note: copies beside the computation].
 
 The input reaches autograd as a saved tensor: `torch.utils.checkpoint` saves it before its own hooks for the layer's inside
 are in place, so hooks around the checkpoint's call meet inputs only.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.config.activations import Activations
+from hf_zero.engine.modules.beside import Arrival, CopyStream
 from hf_zero.engine.ranks.alike import checksum
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
@@ -86,7 +88,7 @@ class ActivationPart:
     shape: torch.Size
     dtype: torch.dtype
     values: Tensor | None = None
-    arriving: tuple[Tensor, Exchange] | None = None
+    arriving: tuple[Tensor, Exchange | Arrival] | None = None
 
 
 class PartitionedActivations:
@@ -105,6 +107,7 @@ class PartitionedActivations:
         is_cut = activations.partition and world.tensor.num_ranks > 1
         self._over: Collectives | None = world.tensor if is_cut else None
         self._is_offloaded = activations.offload and world.device.type != "cpu"
+        self._copies = CopyStream(world.device)
         self.slabs: dict[tuple[torch.Size, torch.dtype], list[Slab]] = {}
         self._layers: list[weakref.ref[nn.Module]] = []  # that are checkpointed
         self._in_order: list[weakref.ref[ActivationPart]] = []  # of the forward under way, or the last one
@@ -124,6 +127,7 @@ class PartitionedActivations:
 
     def begin_forward(self, model: nn.Module) -> None:
         """A forward of the model begins: see to it that its checkpoints ask here."""
+        self._copies.settle()
         self._in_order.clear()
         self._known.clear()
         self._layers.clear()
@@ -151,7 +155,11 @@ class PartitionedActivations:
         own = tensor.detach().reshape(-1)
         if self._over is not None:
             own = _layout(part, num_parts).elements_of(own, self._over.rank)
-        part.values[: own.numel()].copy_(own, non_blocking=self._is_offloaded)
+        room = part.values[: own.numel()]
+        if self._is_offloaded:
+            self._copies.down(own, room)
+        else:
+            room.copy_(own)
         self._in_order.append(weakref.ref(part))
         self._known.append((weakref.ref(tensor), tensor._version, weakref.ref(part)))
         return part
@@ -212,14 +220,27 @@ class PartitionedActivations:
 
     def _start(self, part: ActivationPart) -> None:
         assert part.values is not None
-        own = part.values.to(self._world.device, non_blocking=True)
-        if self._over is None:
-            part.arriving = own, Exchange("an activation", 0.0)
-            return
-        layout = RowLayout((len(own) * self._over.num_ranks,), self._over.num_ranks)
-        flat = own.new_empty(layout.numel)
-        layout.elements_of(flat, self._over.rank).copy_(own)
-        part.arriving = flat, self._over.gather([Rows(flat, layout)], "activations")
+        if self._is_offloaded:
+            part.arriving = self._start_up(part.values)
+        elif self._over is None:
+            part.arriving = part.values, Exchange("an activation", 0.0)
+        else:
+            flat, layout, own = self._room_for_whole(part.values)
+            own.copy_(part.values)
+            part.arriving = flat, self._over.gather([Rows(flat, layout)], "activations")
+
+    def _start_up(self, values: Tensor) -> tuple[Tensor, Arrival]:
+        flat, layout, own = self._room_for_whole(values)
+        with self._copies.up(values, own) as upload:
+            exchange = None if self._over is None else self._over.gather([Rows(flat, layout)], "activations")
+        return flat, Arrival(upload, exchange)
+
+    def _room_for_whole(self, values: Tensor) -> tuple[Tensor, RowLayout, Tensor]:
+        """Memory for all ranks' parts on the device, how they lie there, and where this rank's is."""
+        num_ranks, rank = (1, 0) if self._over is None else (self._over.num_ranks, self._over.rank)
+        layout = RowLayout((len(values) * num_ranks,), num_ranks)
+        flat = torch.empty(layout.numel, dtype=values.dtype, device=self._world.device)
+        return flat, layout, layout.elements_of(flat, rank)
 
     def _before(self, part: ActivationPart) -> ActivationPart | None:
         """The input of the layer before, which the backward computes again next, unless it is on its way."""
