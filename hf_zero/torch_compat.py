@@ -111,12 +111,14 @@ def step_in_lists(kind: type[Tensor]) -> None:
 def let_compiled_code_take(*kinds: type[Tensor]) -> None:
     """Let code that AOT autograd has compiled take tensors of these types, of which operators know nothing.
 
-    Its first run is watched by a mode that lets exact types pass only (`_AnalyzeCustomOpInputOutputMode`).
+    Its first run is watched by a mode (`_AnalyzeCustomOpInputOutputMode`) that lets exact types pass only; since torch 2.15
+    it lets all pass that have no `__torch_dispatch__` of their own.
     """
     importlib.import_module("torch._dynamo")  # before the other, which needs it made
     runtime_wrappers: Any = importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
-    known = getattr(runtime_wrappers, "HANDLED_TYPES", ())
-    runtime_wrappers.HANDLED_TYPES = (*known, *(kind for kind in kinds if kind not in known))
+    known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
+    if known is not None:
+        runtime_wrappers.HANDLED_TYPES = (*known, *(kind for kind in kinds if kind not in known))
 
 
 def outside_compiled_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

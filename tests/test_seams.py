@@ -174,11 +174,12 @@ TORCH = [
     Seam(torch._C, "_get_privateuse1_backend_name", "", "can_be_fused_on"),
     Seam(torch.utils._foreach_utils, "_has_foreach_support", "in _foreach_supported_types", "step_in_lists"),
     Seam(torch.ops.aten, "_unsafe_view", "", "operators: a view, though torch does not call it one"),
-    Seam(aot_wrappers, "HANDLED_TYPES", "", "let_compiled_code_take"),
     Seam(
-        torch._functorch._aot_autograd.runtime_wrappers,
+        aot_wrappers,
         "_AnalyzeCustomOpInputOutputMode",
-        "not in HANDLED_TYPES",
+        "not in HANDLED_TYPES"
+        if hasattr(aot_wrappers, "HANDLED_TYPES")
+        else "type(underlying_tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl",
         "let_compiled_code_take",
     ),
     Seam(torch.ops.aten, "_foreach_norm", "", "operators: those of this family work place by place"),
@@ -510,7 +511,7 @@ def tensor_axis_seams() -> list[Seam]:
         Seam(
             torch.distributed,
             "destroy_process_group",
-            "group: ProcessGroup | None = None",
+            "group: ProcessGroup |",
             "leaving: ranks stay before",
         ),
         Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "program_store: roll calls"),
