@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -204,8 +205,7 @@ def _backend_of(device: torch.device) -> str | None:
 def _new_group(ranks: tuple[int, ...], timeout: datetime.timedelta, backend: str | None = None) -> dist.ProcessGroup:
     is_all = len(ranks) == dist.get_world_size()
     if is_all and backend != "gloo":
-        made: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
-        return made
+        return cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend=backend))
     # Also of all ranks, if over gloo: where the program's group is bound to a device, torch asks the new one for that device,
     # which gloo knows by the name of "cuda" alone.
     number = next(_Program.now().numbers.setdefault(ranks, itertools.count()))

@@ -105,7 +105,7 @@ class _GroupedByShape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "").lstrip("_") == "grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
-            return _Grouped.apply(*args[:2])  # type: ignore[no-untyped-call]
+            return _Grouped.apply(*args[:2])  # type: ignore[no-untyped-call, unused-ignore]
         return func(*args, **(kwargs or {}))
 
 

@@ -92,7 +92,7 @@ class ModuleHooks:
         is_traced = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if is_traced and any(p.param.requires_grad for p in call.parameters):
             leaves = [connected(p) for p in call.parameters]
-            tensors = list(_Gather.apply(backward.anchor, call, backward, *leaves))  # type: ignore[no-untyped-call]
+            tensors = list(_Gather.apply(backward.anchor, call, backward, *leaves))  # type: ignore[no-untyped-call, unused-ignore]
             for unit in entry.units:
                 unit.live_calls.add(call)
         else:

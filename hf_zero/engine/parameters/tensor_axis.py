@@ -68,7 +68,7 @@ class Seen:
     def of(self, part: Tensor) -> Tensor:
         """What modules see of the gathered `part` of this rank, in the graph."""
         if self.sums_over is not None:
-            part = _SumGradient.apply(part, self.sums_over)  # type: ignore[no-untyped-call]
+            part = _SumGradient.apply(part, self.sums_over)  # type: ignore[no-untyped-call, unused-ignore]
         return part if self.placement is None else self._distributed(part, self.placement)
 
     def whole_of(self, part: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class _Read(torch.autograd.Function):
 def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
     """`whole` (of no other use) with the gradient function of a read."""
     leaf = connected(read.parameter)
-    result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, [whole])  # type: ignore[no-untyped-call]
+    result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, [whole])  # type: ignore[no-untyped-call, unused-ignore]
     return result
 
 
