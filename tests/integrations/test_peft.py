@@ -1,10 +1,13 @@
 """Adapters on a partitioned model: what PEFT makes, merges and writes is what it is on the plain one."""
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -177,6 +180,14 @@ def _native(stage: int | None, folder: Path) -> Tensor:
     return logits(model, CASES["llama"])
 
 
+def _transformers_refuses_the_installed_peft() -> bool:
+    """transformers 5.24 asks for a release of PEFT that came after it."""
+    from transformers.integrations import peft as of_transformers
+
+    return Version(metadata.version("peft")) < Version(of_transformers.MIN_PEFT_VERSION)
+
+
+@pytest.mark.skipif(_transformers_refuses_the_installed_peft(), reason="transformers asks for a newer PEFT")
 @on_ranks(2, stage=[1, 3])
 def test_adapters_that_transformers_adds_itself(stage: int, tmp_path: Path) -> None:
     plain, ours = tmp_path / f"plain{stage}", tmp_path / f"ours{stage}"  # rank 0 writes both
