@@ -6,10 +6,11 @@ do it together, by exchanges. If one does not, the ranks that wait ask its servi
 as it has passed the place, or is about to exit, it will not come, and the operation is done alone: the others' rows are asked
 for, one tensor after another, and given by their services, whatever their programs wait for.
 
-What is read then is one state of the model. A rank gives rows only once it has passed the place, so that all that comes before
-it in the program has been done. It counts steps and edits *before* they begin, and gives nothing if there was one since, or
-during the copy; then the asker raises. Usually there is none, since a step needs the asker's gradients. A rank that ends its
-program stays for those that may still ask: see [Note: leaving].
+What is read then is one state of the model. A rank gives rows only once it has passed the place, so that all that comes
+before it in the program has been done. It counts steps and edits *before* they begin, and gives nothing if there was one
+since, or during the copy; then the asker raises. It raises, too, where it has changed the model itself and the others have
+not. Usually there is none, since a step needs the asker's gradients. A rank that ends its program stays for those that may
+still ask: see [Note: leaving].
 
 A rank that is merely late does not look like one that has passed, so that all ranks that run the same lines meet as ever.
 """
@@ -103,6 +104,7 @@ class _Seen(Enum):
     BEHIND = auto()
     THERE = auto()
     PAST = auto()
+    ELSEWHERE = auto()  # past it, without the asker's steps and edits: those were the asker's alone
 
 
 class Serving:
@@ -237,11 +239,15 @@ class Serving:
     def seen_from(self, place: _Place) -> _Seen:
         """This rank, as seen by one that is at a place; called by the service."""
         waits_at = self._waits_at
-        if self._is_leaving or is_ahead(progress(), place.reached) or self._num_met > place.num_met:
+        if self._has_left(place):
             return _Seen.PAST
         if waits_at is None or waits_at.num_met < place.num_met:
             return _Seen.BEHIND
         return _Seen.THERE if waits_at.key == place.key else _Seen.PAST
+
+    def _has_left(self, place: _Place) -> bool:
+        """Whether this rank has done all that comes before a place, and begun what comes after it."""
+        return self._is_leaving or is_ahead(progress(), place.reached) or self._num_met > place.num_met
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
@@ -268,7 +274,8 @@ class Serving:
             layout: which rows are whose.
 
         Raises:
-            CollectiveError: a rank has changed the tensor since, or is gone, or does not come so far in time.
+            CollectiveError: a rank has changed the tensor since, or this one alone, or one is gone, or does not come so far
+                in time.
         """
         assert self._peers is not None
         flat = torch.empty(layout.padded_numel, dtype=local.dtype, device="cpu")
@@ -293,13 +300,21 @@ class Serving:
                     f"rank {self._peers.own} reads a model alone, but rank {rank} has changed it since (an optimizer's "
                     "step, or an edit by hand): let all ranks run the line that reads, or put it before what changes"
                 )
+            if seen is _Seen.ELSEWHERE:
+                raise CollectiveError(
+                    f"rank {self._peers.own} has changed a model alone (an edit by hand, as of an EMA's `copy_to`) and reads "
+                    f"it, but rank {rank} has the other rows without that change: let all ranks run the line that changes it"
+                )
             if time.monotonic() > began + self._timeout_s:
                 raise named(RuntimeError("timed out"), "what one rank reads alone", rank, self._timeout_s)
             time.sleep(_LONGEST_S)
 
     def give_rows(self, asked_from: _Place, key: str, item: object) -> Answer:
         """This rank's rows, if they are those of the asker's place; called by the service."""
-        if self.seen_from(asked_from) is not _Seen.PAST or self.version < asked_from.version:
+        has_left = self._has_left(asked_from)  # before the version: what it has begun counts all that came before
+        if self.version < asked_from.version:
+            return (_Seen.ELSEWHERE if has_left else _Seen.BEHIND), None
+        if self.seen_from(asked_from) is not _Seen.PAST:
             return _Seen.BEHIND, None
         rows, layout = self._offers[key](item)
         copied = layout.flat(self._on_host(rows)).clone().view(-1).view(torch.uint8)

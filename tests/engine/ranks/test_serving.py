@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,8 @@ import hf_zero as zero
 from hf_zero.comm.beside.progress import progress
 from tests.engine.twins import EXCHANGES, SHARDED, Twins, sgd
 from tests.ranks import on_ranks
+
+SOON_S = 10  # of the 60 s that ranks wait for each other
 
 Elsewhere = Callable[[Twins], None]
 
@@ -125,3 +128,19 @@ def test_what_one_rank_cannot_read_alone_is_an_error_at_once(stage: int) -> None
             value.sum()
     dist.barrier()
     twins.step()
+
+
+@on_ranks(2, 3, stage=SHARDED)
+def test_what_one_rank_has_changed_alone_is_an_error_at_once(stage: int) -> None:
+    twins = Twins(stage, collectives="pairwise")  # under "host", an edit meets the other ranks by itself
+    twins.step()
+    averages = [torch.ones_like(param) for param in twins.reference.parameters()]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for param, average in zip(twins.model.parameters(), averages, strict=True):
+            param.data.copy_(average)
+        began = time.monotonic()
+        with pytest.raises(zero.CollectiveError, match=r"rank 0 has changed a model alone.* let all ranks run"):
+            twins.model.head.weight.norm()
+        assert time.monotonic() < began + SOON_S
+    dist.barrier()
