@@ -19,6 +19,7 @@ from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.comm.groups import default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of, live_engines
+from hf_zero.engine.parameters.replaced import current
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.integrations.accelerate.checkpoint import load_state, offer_optimizers, save_state, world_of_accelerator
@@ -181,7 +182,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients by their norm over all ranks; returns it as a plain tensor."""
+        """Clip gradients by their norm over all ranks; returns it as a plain tensor.
+
+        A list of parameters from before `prepare`, as an optimizer is made of one, stands for those that the model has now.
+        """
+        parameters = _as_they_are_now(parameters)
         if math.isinf(norm_type):  # torch leaves the largest of each rank's own rows
             self.unscale_gradients()
             params = [param for param in parameters if param.grad is not None]
@@ -191,6 +196,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             return total
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each value of gradients; `parameters` as of `clip_grad_norm_`."""
+        super().clip_grad_value_(_as_they_are_now(parameters), clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole weights on the CPU of every rank that calls it: all of them together, or one alone."""
@@ -293,3 +302,8 @@ def use_cpu_without_accelerator() -> None:
 
 def _params_held_by(model: nn.Module | None) -> list[nn.Parameter]:
     return [] if model is None else [found.param for found in find_parameters(model)]
+
+
+def _as_they_are_now(parameters: Any) -> list[Tensor]:
+    """What stands for parameters, one or several, since their models were partitioned."""
+    return [current(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)]

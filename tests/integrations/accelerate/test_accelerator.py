@@ -388,3 +388,22 @@ def test_local_sgd_is_that_of_plain_where_nothing_is_partitioned_and_an_error_el
         wanted = average_locally()
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.detach(), wanted[name], msg=name)
+
+
+@on_ranks(2, stage=STAGES)
+def test_clipping_takes_a_list_from_before_prepare(stage: int) -> None:
+    """As scripts have it that make the optimizer of a list, and clip the list."""
+    accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=stage, collectives="pairwise"))
+    model = make_model(CASE)
+    listed = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(listed, lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch = CASE.batch(0, dist.get_rank())
+    accelerator.backward(CASE.loss(model, batch))
+    norm = accelerator.clip_grad_norm_(listed, 0.5)
+    torch.testing.assert_close(
+        accelerator.clip_grad_norm_(model.parameters(), 1e9), torch.tensor(0.5), atol=1e-4, rtol=0
+    )
+    assert norm > 0.5
+    accelerator.clip_grad_value_(listed, 1e-3)
+    assert max(whole(param.grad).abs().max() for param in model.parameters() if param.grad is not None) <= 1e-3
