@@ -295,24 +295,46 @@ def _verdict(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> li
         advice = ["offload to the host is what makes it fit."] if chosen.setting.config.offload.goes_to_host else []
         return [f"Cheapest that fits into {limit}: {chosen.name}" + (f"; {advice[0]}" if advice else ".")]
     least = min(rows, key=lambda row: (not _fits_host(row, args), row.holding.peak))
-    h = least.holding
+    h, room = least.holding, _MARGIN * args.gpu_memory
     too_much = min((row.holding.on_host for row in rows if _fits_device(row, args)), default=None)
     if too_much is not None:
         needed = too_much * _on_a_host(args)
         return [f"It fits into {limit}, if a host has {_size(needed / _MARGIN)} for its {_on_a_host(args)} ranks."]
-    fixed = h.activations + h.gathered
     lines = [f"Nothing fits into {limit}; {least.name} comes nearest."]
-    if fixed > _MARGIN * args.gpu_memory:
-        largest = "activations" if h.activations > h.gathered else "gathered units"
+    if h.activations > room or h.activations + h.gathered > room > h.gathered:
         lines.append(
-            f"More ranks do not help: {largest} alone need {_size(max(h.activations, h.gathered))}. Use a smaller batch or "
-            "shorter sequences." + ("" if least.checkpoints or not args.seq_len else " Or checkpointing.")
+            f"More ranks do not help: activations alone need {_size(h.activations)}"
+            + (f", and gathered units {_size(h.gathered)}" if h.activations <= room else "")
+            + ". Use a smaller batch or shorter sequences."
+            + ("" if least.checkpoints or not args.seq_len else " Or checkpointing.")
         )
-        return lines
-    ranks = _enough_ranks(shape, least, args)
-    if ranks is not None:
-        lines.append(f"It fits on {ranks:,} ranks.")
+    elif h.gathered > room:
+        lines.append(f"More ranks do not help: gathered units alone need {_size(h.gathered)}.")
+    else:
+        ranks = _enough_ranks(shape, least, args)
+        lines += [] if ranks is None else [f"It fits on {ranks:,} ranks."]
+        if not least.setting.config.offload.is_anything:
+            lines.append(
+                "`offload: {optimizer: host, parameters: host}` moves what a rank holds at rest to host memory."
+            )
+    if room - h.gathered < h.activations <= room:
+        lines.append(_smaller_units(shape, least, room))
     return lines
+
+
+def _smaller_units(shape: ModelShape, row: Row, room: float) -> str:
+    """What makes less whole at a time, as far as it does: nothing is smaller than a parameter."""
+    from hf_zero.plan.memory import unit_bytes
+
+    together = max(unit_bytes(shape, row.setting), default=0)
+    alone = max(unit_bytes(shape.one_by_one(), row.setting), default=0)
+    tensor_axis = "`tp_size: 2` (or more) cuts every layer over that many ranks."
+    if alone > room:
+        return f"The largest parameter takes {_size(alone)}: {tensor_axis}"
+    return (
+        f"Less is whole at a time with `prefetch_bytes: 0` (the largest unit takes {_size(together)}), and with smaller units, "
+        f"such as `units: {{min_numel: 1}}` (the largest parameter takes {_size(alone)}). {tensor_axis}"
+    )
 
 
 def _enough_ranks(shape: ModelShape, row: Row, args: argparse.Namespace) -> int | None:

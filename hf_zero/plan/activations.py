@@ -1,8 +1,10 @@
 """Bytes that autograd keeps from a forward for its backward, measured with tensors that have no values.
 
 [Note: activations] Counted is every storage that a saved tensor refers to, once, but for parameters and buffers. With
-activation checkpointing a block keeps its inputs only, and while one block computes again, what it keeps is there in full: the
-inputs of all blocks, what lies outside of blocks, and the largest block. Memory within an operation is not counted.
+activation checkpointing a block keeps its inputs only. Two moments can be the greatest. One is the begin of the backward, with
+the inputs of all blocks and all that lies outside of them. In the other a block computes again: what it keeps is there in full,
+and what came after the last block (logits) has been given back. A loss keeps logarithms of probabilities, its largest tensor,
+and its backward makes two gradients of that size: theirs and the logits'. Other memory within an operation is not counted.
 Products grouped by expert, which torch knows in bfloat16 only where there are no values, keep what they multiply.
 """
 
@@ -27,7 +29,7 @@ class Kept:
 
     Attributes:
         total: the most at a time.
-        largest: of its tensors, whose gradient is there beside it.
+        largest: what is there beside it when the backward begins: gradients of the size of its largest tensor.
     """
 
     total: int
@@ -43,12 +45,14 @@ class _Count:
 
     Attributes:
         outside: bytes kept outside of blocks.
-        largest: the largest of those.
+        after: of those, bytes kept since the last block.
+        largest: the largest of those outside.
         blocks: bytes that each call of a block keeps.
         inputs: bytes of each such call's inputs.
     """
 
     outside: int = 0
+    after: int = 0
     largest: int = 0
     blocks: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
@@ -70,6 +74,7 @@ class _Count:
                 self.blocks[-1] += storage.nbytes()
             else:
                 self.outside += storage.nbytes()
+                self.after += storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
         return tensor
 
@@ -84,11 +89,22 @@ class _Count:
     def leave(self, *_: object) -> None:
         """A block has ended."""
         self._running -= 1
+        self.after = 0
 
-    def result(self, checkpoints: bool) -> Kept:
-        """What is kept at the end of the forward; with checkpointing, while the largest block computes again."""
-        inside = sum(self.inputs) + max(self.blocks, default=0) if checkpoints else sum(self.blocks)
-        return Kept(self.outside + inside, self.largest)
+    def result(self, checkpoints: bool, num_gradients: int = 1) -> Kept:
+        """What is kept at the end of the forward; with checkpointing, then or while the largest block computes again.
+
+        Args:
+            checkpoints: whether blocks keep their inputs only.
+            num_gradients: that the backward begins with, of the size of the largest tensor outside of blocks.
+        """
+        beside = num_gradients * self.largest
+        if not checkpoints:
+            return Kept(self.outside + sum(self.blocks), beside)
+        begin = self.outside + sum(self.inputs)
+        again = begin - self.after + max(self.blocks, default=0)
+        total = max(begin, again)
+        return Kept(total, max(begin + beside - total, 0))
 
 
 class _Grouped(torch.autograd.Function):
@@ -145,4 +161,4 @@ def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = 
     finally:
         for handle in handles:
             handle.remove()
-    return count.result(checkpoints)
+    return count.result(checkpoints, num_gradients=2 if "labels" in batch else 1)

@@ -79,6 +79,11 @@ class ModelShape:
         """All parameters, each once."""
         return [param for unit in self.units for param in unit.parameters]
 
+    def one_by_one(self) -> ModelShape:
+        """The same model with a unit for each parameter, which no grouping goes below."""
+        units = [UnitShape(p.name, (p,), unit.uses) for unit in self.units for p in unit.parameters]
+        return ModelShape(self.name, tuple(units), self.buffer_bytes)
+
     @property
     def numel(self) -> int:
         """Elements of all parameters."""

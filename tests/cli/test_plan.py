@@ -154,7 +154,15 @@ def test_says_what_would_help_where_nothing_fits(folder: str, capsys: pytest.Cap
     assert "Nothing fits" in text and "It fits on" in text
     code, text = _plan(capsys, folder, "--gpu-memory", "1MiB", "--seq-len", "4096", "--batch-size", "64")
     assert code == 1
-    assert "More ranks do not help: activations alone need" in text
+    assert "More ranks do not help: activations alone need" in text and "tp_size" not in text
+    code, text = _plan(capsys, "llama-125m", "--gpu-memory", "400MiB")
+    assert "It fits on 16 ranks." in text and "offload: {optimizer: host, parameters: host}" in text
+    assert "smaller batch" not in text and "tp_size" not in text
+    code, text = _plan(capsys, "llama-125m", "--gpu-memory", "100MiB")
+    assert "More ranks do not help: gathered units alone need 101.5 MiB." in text and "smaller batch" not in text
+    assert "`prefetch_bytes: 0` (the largest unit takes 37.5 MiB)" in text and "`tp_size: 2`" in text
+    code, text = _plan(capsys, "llama-125m", "--gpu-memory", "20MiB")
+    assert "The largest parameter takes 37.5 MiB: `tp_size: 2` (or more) cuts every layer" in text
 
 
 def test_draws_what_a_rank_holds(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from hf_zero.plan.activations import _Count, activations
 
@@ -30,6 +33,30 @@ _KINDS = {
         },
     ),
 }
+
+
+@pytest.mark.parametrize("vocab", [256, 8192])  # blocks are the greatest, or logits
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_peak_of_activations_is_within_a_tenth_of_that_of_a_run(checkpoints: bool, vocab: int) -> None:
+    config = LlamaConfig(
+        **_SMALL | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": vocab}, use_cache=False
+    )
+    model = AutoModelForCausalLM.from_config(config).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)  # there before, as what is counted is activations
+    tokens = torch.randint(0, vocab, (2, 256), generator=torch.Generator().manual_seed(0))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    events = recorded.profiler.kineto_results.events()
+    now = list(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    with torch.device("meta"):
+        planned = AutoModelForCausalLM.from_config(config).train()
+    kept = activations(planned, {"input_ids": tokens.to("meta"), "labels": tokens.to("meta")}, checkpoints)
+    assert kept.total + kept.largest == pytest.approx(max(now), rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
