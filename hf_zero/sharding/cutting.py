@@ -2,6 +2,10 @@
 
 [Note: never whole on a device] A model that was made in the host's memory may be larger than a device. So of what is cut, one
 parameter at a time is copied to the device, gets rank 0's values there, and leaves its rows; the model stays where it is.
+
+[Note: mapped files] What transformers loads on a CPU stays in the file, mapped: the ranks of a host share its pages, and a
+whole model costs none of them memory of its own. A write would copy a page, which stays as long as any parameter of the file.
+So what comes from rank 0 is received elsewhere, and loading a model whole and cutting it takes the rows and one parameter.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
 from hf_zero.engine.ranks.world import STAYS_ON_DEVICE, World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_quantised
 from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis, share_resized
+from hf_zero.sharding.whole_window import is_mapped
 
 
 def partition_whole(model: nn.Module, world: World) -> None:
@@ -48,7 +53,11 @@ def _partition_plain(found: FoundParameter, world: World) -> None:
     """See [Note: never whole on a device]."""
     if not world.partitions:
         put_on(found.param, world.home_of(found.param))
-    whole = found.param.data.to(world.device) if world.partitions else found.param.data
+    data = found.param.data
+    if world.partitions and world.everyone.rank and is_mapped(data):
+        whole = torch.empty_like(data, device=world.device)  # see [Note: mapped files]
+    else:
+        whole = data.to(world.device) if world.partitions else data
     world.broadcast(whole, found.names[0])
     partition_one(found, world, whole)
 

@@ -1,19 +1,24 @@
 """Models, configurations and ranks that cannot be partitioned together raise on all ranks."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero as zero
+from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.sharding import shard_model as sharding
+from hf_zero.sharding.whole_window import is_mapped
 from tests.engine.twins import SHORT_S, STAGES, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
 
@@ -188,3 +193,30 @@ def test_model_that_is_cut_over_other_ranks_is_refused() -> None:
         zero.shard_model(net, {"stage": 3, "replicate": 2, "timeout_s": 20})
     zero.shard_model(net, {"stage": 2, "timeout_s": 20})
     square_loss(net, batch(0, dist.get_rank())).backward()
+
+
+_SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@on_ranks(2, stage=[1, 3])
+def test_what_is_mapped_from_a_file_is_not_written_when_it_is_cut(stage: int, tmp_path: Path) -> None:
+    folders = [tmp_path / f"{stage}_{rank}" for rank in range(2)]  # other values on each rank: rank 0's count
+    if dist.get_rank() == 0:  # where there are ranks, transformers writes on the first alone
+        for seed, folder in enumerate(folders):
+            torch.manual_seed(seed)
+            LlamaForCausalLM(LlamaConfig(**_SHAPE)).save_pretrained(folder)
+    dist.barrier()
+    model = LlamaForCausalLM.from_pretrained(folders[dist.get_rank()])
+    pages = {name: param.data for name, param in model.named_parameters()}
+    assert all(map(is_mapped, pages.values()))  # transformers leaves it in the file, which ranks of a host share
+    before = {name: value.clone() for name, value in pages.items()}
+    zero.shard_model(model, {"stage": stage, "collectives": "pairwise"})
+    assert all(torch.equal(value, before[name]) for name, value in pages.items())
+    first = load_file(folders[0] / "model.safetensors")
+    assert all(torch.equal(value, first[name]) for name, value in whole_state_dict(model).items())
