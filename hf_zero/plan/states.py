@@ -226,8 +226,6 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
     states.trained_rows += p.row_bytes
     states.optimizer += num_states * p.row_bytes
     states.optimizer_on_disk += num_states * p.row_bytes if config.offload.optimizer == "disk" else 0
-    # Where gradients are whole between backwards, those of a tied weight are added up before they are reduced.
-    times = p.uses.calls if policy.shards_gradients else 1
     keeps_whole = not policy.shards_gradients and ranks.data > 1
     states.gradients += p.layout.numel * p.gradient.summed.itemsize if keeps_whole else p.row_bytes
     if p.is_cut:
@@ -236,6 +234,8 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
 
 
 def _add_reductions(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks) -> None:
+    # Where gradients are whole between backwards, those of a tied weight are added up before they are reduced.
+    times = p.uses.calls if config.policy.shards_gradients else 1
     if not p.is_cut:
         states.reduced += times * _all_reduced(p.layout.numel * p.gradient.summed.itemsize, ranks.data)
         return
