@@ -26,7 +26,7 @@ from hf_zero.errors import CollectiveError
 _LABEL_BYTES = 96
 _WITH_LABEL = 30  # values that an agreement sends along with its label
 # Up to so many ranks send an agreement to each other: it takes the time of one message, and each one sees who is missing.
-_FEW_RANKS = 8
+FEW_RANKS = 8
 _TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all", "mail")
 _ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
@@ -48,7 +48,7 @@ class Combined:
 
 def messages_of(num_ranks: int, num_values: int) -> int:
     """How many messages a rank sends for an agreement on so many values."""
-    each = num_ranks - 1 if num_ranks <= _FEW_RANKS else (num_ranks - 1).bit_length()
+    each = num_ranks - 1 if num_ranks <= FEW_RANKS else (num_ranks - 1).bit_length()
     return each * (1 if num_values <= _WITH_LABEL else 2)
 
 
@@ -156,7 +156,7 @@ class Agreements:
         each one sends ceil(log2(ranks)) messages (dissemination, as in Bruck et al., doi:10.1109/71.642949).
         """
         rows = message.repeat(self.num_ranks, 1)  # of this rank and those to its right
-        if self.num_ranks > _FEW_RANKS:
+        if self.num_ranks > FEW_RANKS:
 
             def rest(known: int) -> Tensor:
                 return rows[known : min(2 * known, self.num_ranks)]
@@ -177,7 +177,7 @@ class Agreements:
 
         None of the three minds what it is told twice, so many ranks pass on three numbers for each, however many they are.
         """
-        if self.num_ranks <= _FEW_RANKS:
+        if self.num_ranks <= FEW_RANKS:
             return _combined(self._swap(message, label, timeout_s))
         known, arriving = message.repeat(3, 1), message.repeat(3, 1)
 

@@ -68,7 +68,10 @@ class Axis:
         backend = _backend_of(device)
         group, gather_group = _new_group(chosen, timeout, backend), _new_group(chosen, timeout, backend)
         is_gloo = torch_groups.backend_on(group, device) == "gloo"
-        control_group = group if is_gloo else _new_group(chosen, timeout, "gloo")
+        control_group = group
+        if not is_gloo:  # its agreements talk to a few peers each, see `Agreements.combine`
+            with torch_groups.connecting_on_demand():
+                control_group = _new_group(chosen, timeout, "gloo")
         rank, mesh = chosen.index(dist.get_rank()), _mesh_over(chosen, device.type)
         return cls(chosen, rank, mesh, group, gather_group, control_group, device, timeout_s, ledger)
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _LEAVING_S = 0.1
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 
 # torch 2.13 renamed both, and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -112,6 +114,23 @@ def _unbound(parent: Any) -> Iterator[None]:
         yield
     finally:
         parent.bound_device_id = bound
+
+
+@contextlib.contextmanager
+def connecting_on_demand() -> Iterator[None]:
+    """Within: new groups of gloo's connect two ranks when they first talk to each other, and not each rank to all at once.
+
+    Torch reads the variable whenever it makes such a group; tests/test_seams.py fails where it does no more.
+    """
+    before = os.environ.get(_LAZY_GLOO)
+    os.environ[_LAZY_GLOO] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY_GLOO]
+        else:
+            os.environ[_LAZY_GLOO] = before
 
 
 def program_store() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hf_zero.comm.agreements import messages_of
+from hf_zero.comm.agreements import FEW_RANKS, messages_of
 from hf_zero.engine.backward.reduction import num_values_agreed
 from hf_zero.plan.memory import Setting, balance, predict, unit_bytes
 from hf_zero.plan.shapes import ModelShape
@@ -29,7 +29,8 @@ class AtScale:
         traffic: bytes that a rank receives in a step.
         message: bytes of the median unit that one rank gives to another.
         control: messages that a rank sends in a micro-batch for agreement with all others.
-        sockets: that the control group's ranks have open to each other: gloo connects every rank with every other.
+        sockets: that a rank has open to others for agreements, with gloo: on devices, to those that it talks to; ranks on
+            CPUs exchange rows over the same group, which connects each with every other.
     """
 
     num_ranks: int
@@ -68,10 +69,16 @@ def at_scale(model: ModelShape, setting: Setting) -> list[AtScale]:
                 held.in_replica + held.between_replicas,
                 sizes[len(sizes) // 2] // now.num_shards,
                 messages_of(num_ranks, num_values_agreed(len(model.parameters))),
-                num_ranks - 1,
+                _sockets(num_ranks, setting.config.exchange == "native"),
             )
         )
     return found
+
+
+def _sockets(num_ranks: int, is_on_device: bool) -> int:
+    """See `AtScale`. On a device ranks connect when they first talk: to all if they are few, else as messages go round."""
+    to_all = num_ranks - 1
+    return min(to_all, 2 * to_all.bit_length()) if is_on_device and num_ranks > FEW_RANKS else to_all
 
 
 def told(model: ModelShape, setting: Setting, size: Callable[[float], str]) -> list[str]:
@@ -105,6 +112,7 @@ def told(model: ModelShape, setting: Setting, size: Callable[[float], str]) -> l
         "",
         f"What limits first: {what}",
         "balance: the greatest rank over the mean. A message: of the median unit, from one rank to another. control: messages\n"
-        "that a rank sends in a micro-batch to agree with all others. sockets: of one rank, to the others.\n"
+        "that a rank sends in a micro-batch to agree with all others. sockets: of one rank, for that: on GPUs\n"
+        "(collectives: native) to the few that it talks to, on CPUs to all others.\n"
         "The files of a checkpoint do not depend on the ranks, but for the random states, one a rank.",
     ]

@@ -14,6 +14,7 @@ from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, predict
+from hf_zero.plan.scale import at_scale
 from hf_zero.plan.shapes import meta_model, shapes_of
 
 
@@ -51,11 +52,15 @@ def test_more_ranks_are_shown_up_to_what_limits_them(folder: str, capsys: pytest
     code, text = _plan(capsys, "llama-125m", "--scale")
     shown = {line.split(" ranks")[0].strip(): line.split()[2:] for line in text.splitlines() if " ranks  " in line}
     assert code == 0 and list(shown) == ["8", "64", "256", "1,024", "4,096", "10,000"]
-    assert shown["1,024"][-2:] == ["10", "1,023"] and shown["8"][-2] == "7"
+    assert shown["1,024"][-2:] == ["10", "20"] and shown["8"][-2] == "7"
     model = shapes_of(meta_model("llama-125m"))
     on_64 = predict(model, Setting(ZeroConfig(stage=3, compute_dtype="bfloat16", collectives="native"), 64))
     assert shown["64"][0] == f"{on_64.states / 2**20:.1f}"
-    assert "What limits first: At 1,024 ranks: 1,023 sockets a rank" in text
+    assert "What limits first: At 1,024 ranks: messages of " in text
+    on_gpus = {
+        row.num_ranks: row.sockets for row in at_scale(model, Setting(ZeroConfig(stage=3, collectives="native"), 8))
+    }
+    assert (on_gpus[8], on_gpus[1_024], on_gpus[10_000]) == (7, 20, 28)  # connected when they first talk
     code, text = _plan(capsys, folder, "--scale")
     assert code == 0 and "What limits first: At 8 ranks: messages of " in text
 

@@ -88,7 +88,7 @@ def test_agreement_sends_a_message_for_each_doubling_of_many_ranks(num_ranks: in
     expected = [list(range(rank, rank + 12)) for rank in range(num_ranks)]
     assert all(rows == expected for rows in heard)
     assert {len(sent) for sent in post.sent.values()} == {messages} == {agreements.messages_of(num_ranks, 12)}
-    if num_ranks > agreements._FEW_RANKS:  # of 32 numbers for each other rank, no more
+    if num_ranks > agreements.FEW_RANKS:  # of 32 numbers for each other rank, no more
         assert {sum(sent) for sent in post.sent.values()} == {256 * (num_ranks - 1)}
 
 
@@ -105,7 +105,7 @@ def test_numbers_are_combined_of_all_ranks(num_ranks: int, num_values: int) -> N
     any_bits = [functools.reduce(operator.or_, column) for column in zip(*rows, strict=True)]
     assert heard == [Combined(list(rows[0]), list(rows[-1]), any_bits)] * num_ranks
     assert {len(sent) for sent in post.sent.values()} == {agreements.messages_of(num_ranks, num_values)}
-    if num_ranks > agreements._FEW_RANKS:  # three for each number, however many ranks there are
+    if num_ranks > agreements.FEW_RANKS:  # three for each number, however many ranks there are
         assert max(each for sent in post.sent.values() for each in sent) == 3 * 8 * max(32, num_values - 30)
 
 
@@ -128,7 +128,7 @@ def _make(timeout_s: float) -> Agreements:
 
 
 def _agree() -> list[list[list[int]]]:
-    with mock.patch.object(agreements, "_FEW_RANKS", 1):
+    with mock.patch.object(agreements, "FEW_RANKS", 1):
         made = _make(20.0)
         return [made.agree([made.rank - 7] * count, f"{count} numbers") for count in (0, 1, 30, 31, 200)]
 
@@ -147,7 +147,7 @@ def _message(made: Agreements, label: str) -> tuple[str, float]:
 
 
 def _differ() -> str:
-    with mock.patch.object(agreements, "_FEW_RANKS", 1):
+    with mock.patch.object(agreements, "FEW_RANKS", 1):
         made = _make(20.0)
         return _message(made, "load" if made.rank == 1 else "save")[0]
 
@@ -159,7 +159,7 @@ def test_processes_at_different_calls_name_each_other() -> None:
 
 
 def _miss(late: int, how: str, timeout_s: float) -> tuple[str, float]:
-    with mock.patch.object(agreements, "_FEW_RANKS", 1), mock.patch.object(roll_call, "_GRACE_S", 1.0):
+    with mock.patch.object(agreements, "FEW_RANKS", 1), mock.patch.object(roll_call, "_GRACE_S", 1.0):
         made = _make(20.0)
         made.meet("of all")
         made.timeout_s = timeout_s

@@ -1,13 +1,17 @@
 """Which device a process's parameters live on."""
 
+import contextlib
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import groups
+from hf_zero.comm import groups, torch_groups
 from hf_zero.errors import UsageError
+from tests.ranks import on_ranks
 
 
 class _Group:
@@ -88,3 +92,30 @@ def test_parameters_live_on_the_host_where_the_group_is_gloos(monkeypatch: pytes
     _machine(monkeypatch, 0, "1")
     monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
     assert groups.default_device() == torch.device("cpu")
+
+
+def _num_sockets() -> int:
+    found = 0
+    for place in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder's own
+            found += str(place.readlink()).startswith("socket:")
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are not told here")
+@on_ranks(4)
+def test_ranks_are_connected_on_demand_where_they_talk_to_a_few_others() -> None:
+    """A seam: torch makes such groups while a variable of the environment says so."""
+    before = _num_sockets()
+    with torch_groups.connecting_on_demand():
+        group = dist.new_group(backend="gloo")
+    made = _num_sockets()
+    assert made - before <= 1 and "TORCH_GLOO_LAZY_INIT" not in os.environ
+    right, left = (dist.get_rank() + 1) % 4, (dist.get_rank() - 1) % 4
+    room = torch.zeros(1)
+    works = [group.recv([room], left, 5), group.send([torch.full((1,), float(dist.get_rank()))], right, 5)]
+    for work in works:
+        work.wait()
+    assert room == left and _num_sockets() - made <= 4
+    eager = dist.new_group(backend="gloo")
+    assert _num_sockets() - made > 3, eager

@@ -41,7 +41,7 @@ _PLACE, _ROWS, _LEAVING = "how far it is", "its rows", "whether it leaves"
 _PARAMETERS = "parameters"
 _SHORTEST_S, _LONGEST_S = 1e-4, 0.02  # between two looks at who has come
 _ASKS_AFTER_S = 0.05  # that the others have to come before they are asked, and between two times
-_FEW_RANKS = 8  # up to so many, each stays for all others; beyond, for the first one only
+FEW_RANKS = 8  # up to so many, each stays for all others; beyond, for the first one only
 _STAYS_S = 0.1  # between two looks at who has left
 
 
@@ -345,7 +345,7 @@ class Serving:
         assert self._peers is not None
         self._is_leaving, here = True, self._here()
         others = self._peers.others
-        remaining = others if len(others) < _FEW_RANKS else others[:1]
+        remaining = others if len(others) < FEW_RANKS else others[:1]
         while remaining := [rank for rank in remaining if self._may_ask(rank, here)]:
             time.sleep(_STAYS_S)
 
