@@ -194,12 +194,12 @@ def _two_heads() -> nn.Module:
     return made
 
 
-_TWO_HEADS = dataclasses.replace(LLAMA, name="llama with two heads", build=_two_heads)
+TWO_HEADS = dataclasses.replace(LLAMA, name="llama with two heads", build=_two_heads)
 
 
 def tensor_axis(device: torch.device) -> dict[str, Any]:
     """Two shards of layers that two ranks share each."""
-    found = {stage: _parity_of_cells(device, _TWO_HEADS, stage=stage, tp_size=2) for stage in (2, 3)}
+    found = {stage: _parity_of_cells(device, TWO_HEADS, stage=stage, tp_size=2) for stage in (2, 3)}
     assert all(far < 1e-4 for far in found.values()), found
     return {f"stage {stage}": far for stage, far in found.items()}
 

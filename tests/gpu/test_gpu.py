@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.bench.gpu.run import ON_ONE_DEVICE
-from tests.gpu import offload, offload_doors
+from tests.gpu import offload, offload_doors, ordinary
 from tests.gpu.cases import CASES_OF_FOUR, CASES_OF_TWO, NEED_A_FOLDER, run
 from tests.gpu.mistakes import MISTAKES
 from tests.ranks import ENVIRONMENT, on_ranks
@@ -26,7 +26,7 @@ _BY_HAND = {
     "bf16",
     "compiled",
     "recomputation",
-    *(each.__name__ for each in (*offload.OF_TWO, *offload_doors.OF_TWO)),
+    *(each.__name__ for each in (*offload.OF_TWO, *offload_doors.OF_TWO, *ordinary.OF_TWO)),
 }  # on CPUs, other tests show the same
 
 
