@@ -60,6 +60,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     stepping = stepping_of(optimizer, worlds)
     if any(engine.world.steps_on_host for engine in held):
         host_cores.begin(id(optimizer))
+        _wait_for_scale(optimizer)
     if stepping is None:
         if held:
             choose_fused(optimizer)
@@ -67,6 +68,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         return None
     stepping.cut_loaded_states(optimizer, worlds)
     return stepping.begin(StepCall(optimizer, worlds, args[1:], kwargs, before_change, after_change))
+
+
+def _wait_for_scale(optimizer: torch.optim.Optimizer) -> None:
+    """What a `GradScaler` gives to a fused step, which would send it to host memory without waiting."""
+    for name in ("grad_scale", "found_inf"):
+        value = vars(optimizer).get(name)
+        if isinstance(value, Tensor):
+            vars(optimizer)[name] = value.cpu()
 
 
 def _refuse_left_behind(params: list[Tensor]) -> None:

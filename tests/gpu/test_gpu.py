@@ -91,7 +91,7 @@ def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("late_device")
 @pytest.mark.parametrize(
-    "name", ["offload", "offload_in_parts", "offload_is_refused", "offload_threads", "offload_doors"]
+    "name", ["offload", "offload_in_parts", "offload_is_refused", "offload_threads", "offload_scaled", "offload_doors"]
 )
 def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
     shown = _launched(name, tmp_path, ["tests.gpu.late.run", name, "late,early"], num_ranks=1)

@@ -17,18 +17,11 @@ from hf_zero.host_memory import available_bytes, rooms
 
 
 def check_host(world: World) -> None:
-    """Raise if a device cannot copy from and to host memory beside its computation, or for float16, whose loss is scaled.
-
-    Torch's scaler sends its scale to where gradients are without waiting for it, so on the CPU it may be read too early.
+    """Raise if a device cannot copy from and to host memory beside its computation.
 
     Raises:
         ConfigError: on all ranks.
     """
-    if world.config.compute_dtype == "float16":
-        raise ConfigError(
-            "offload to host memory does not work with compute_dtype: float16, whose gradients a GradScaler would read before "
-            "their scale has come from the device: use bfloat16, or offload: none"
-        )
     try:
         torch.Event(world.device).record(torch.Stream(world.device))
     except (RuntimeError, NotImplementedError, ValueError) as error:

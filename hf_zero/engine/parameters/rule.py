@@ -379,7 +379,6 @@ def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: T
     """Torch's own, on rows; an overflow in any rank's rows is one on every rank."""
     func([t.rows if isinstance(t, Root) else t for t in grads], found_inf, inv_scale)
     for world in dict.fromkeys(t.held[0] for t in grads if isinstance(t, Root) and t.is_cut):
-        world.refuse_scaler(found_inf)
         for over_tensor in (False, True):
             found_inf.copy_(_by_rank(world, found_inf.reshape(1), over_tensor).amax())
 

@@ -214,14 +214,6 @@ class World(Axes):
         is_host = self.steps_on_host and is_chosen and param.is_floating_point()
         return torch.device("cpu") if is_host and not vars(param).get(STAYS_ON_DEVICE) else self.device
 
-    def refuse_scaler(self, found_inf: Tensor) -> None:
-        """Raise for a `GradScaler` of gradients in host memory, beside a device: what it has found of them is there, too."""
-        if self.steps_on_host and found_inf.device.type == "cpu":
-            raise UsageError(
-                "a GradScaler does not work with gradients in host memory (offload), where it would read its scale before that "
-                "has come from the device: train in bfloat16 without one, or use offload: none"
-            )
-
     def belongs_to(self, default_group: object) -> bool:
         """Whether this world was made under the default process group that is in place now (None: no group)."""
         return self.default_group is default_group

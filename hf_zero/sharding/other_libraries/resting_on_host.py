@@ -5,12 +5,16 @@
 - `nn.Module._apply` (`model.to(device)`, `.cuda()`): buffers move, and what rests in host memory stays there, with its
   gradients. Another dtype is given to it there.
 
+- `GradScaler`, which sends its scale to where gradients are, and does not wait for it: what reads it in host memory would read
+  it too early. It waits there, once a step.
+
 Nothing changes for models whose parameters rest where they compute. `hf_zero.undo()` puts the originals back.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +36,17 @@ def install() -> None:
     if not _changes:
         _changes.keep()
         _changes.wrap(nn.Module, "_apply", _apply)
+        scaling = importlib.import_module("torch.amp.grad_scaler")
+        _changes.wrap(scaling._MultiDeviceReplicator, "get", _served)
+
+
+def _served(original: Any, replicator: Any, device: torch.device) -> Tensor:
+    is_first = device not in replicator._per_device_tensors
+    found: Tensor = original(replicator, device)
+    source: torch.device = replicator.master.device
+    if is_first and device.type == "cpu" != source.type:
+        torch.accelerator.current_stream(source).synchronize()
+    return found
 
 
 def tell_device(model: nn.Module) -> None:
