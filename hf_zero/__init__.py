@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.config.files import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
+    from hf_zero.checkpoint.handover.stream import WholeParameters as WholeParameters
+    from hf_zero.checkpoint.handover.stream import whole_parameters as whole_parameters
     from hf_zero.config.loss_scale import LossScale as LossScale
     from hf_zero.config.zero_config import ZeroConfig as ZeroConfig
     from hf_zero.engine.engine import ZeroEngine as ZeroEngine
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from hf_zero.errors import PartitionError as PartitionError
     from hf_zero.errors import UsageError as UsageError
     from hf_zero.errors import ZeroError as ZeroError
-    from hf_zero.handover.stream import WholeParameters as WholeParameters
-    from hf_zero.handover.stream import whole_parameters as whole_parameters
     from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator as ZeroAccelerator
     from hf_zero.integrations.accelerate.accelerator import ZeroPlugin as ZeroPlugin
     from hf_zero.integrations.trainer.arguments import ZeroCallback as ZeroCallback
@@ -53,7 +53,7 @@ _HOME = {
     "OffloadError": "hf_zero.errors",
     "PartitionError": "hf_zero.errors",
     "UsageError": "hf_zero.errors",
-    "WholeParameters": "hf_zero.handover.stream",
+    "WholeParameters": "hf_zero.checkpoint.handover.stream",
     "ZeroAccelerator": "hf_zero.integrations.accelerate.accelerator",
     "ZeroCallback": "hf_zero.integrations.trainer.arguments",
     "ZeroConfig": "hf_zero.config.zero_config",
@@ -68,7 +68,7 @@ _HOME = {
     "register_forward_method": "hf_zero.engine.modules.forward_method",
     "shard_model": "hf_zero.sharding.shard_model",
     "undo": "hf_zero.sharding.init",
-    "whole_parameters": "hf_zero.handover.stream",
+    "whole_parameters": "hf_zero.checkpoint.handover.stream",
     "with_zero": "hf_zero.integrations.trainer.arguments",
 }
 

@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads them once; the ranks inherit them
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 # Alike on every machine, whether its processes can share memory or not; tests of the other exchanges ask for them.
 os.environ.setdefault("HF_ZERO_COLLECTIVES", "pairwise")
 

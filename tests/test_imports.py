@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 # The house, from the ground up: a floor may import from the floors below it, and within itself where no circle arises.
 _FLOORS = [
     ["errors", "layout", "tables", "changes"],
-    ["torch_compat", "scratch", "host_memory", "host_cores"],
+    ["torch_compat", "host"],
     ["config"],
     ["comm"],
     ["engine.__init__", "engine.ranks"],
@@ -29,7 +29,7 @@ _FLOORS = [
     ["checkpoint.ranks"],
     ["checkpoint.commit", "checkpoint.model_state", "checkpoint.optimizer_state", "checkpoint.export"],
     ["checkpoint.offline", "checkpoint.importing"],
-    ["handover"],
+    ["checkpoint.handover"],
     ["sharding"],
     ["integrations.__init__", "integrations.random_state", "integrations.vllm_weights"],
     ["integrations.accelerate"],

@@ -26,11 +26,11 @@ from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.errors import CheckpointError
+from hf_zero.host.scratch import Place
 from hf_zero.layout import OwnerLayout, RowLayout
 from hf_zero.optim.kinds import wrapped_optimizers
 from hf_zero.optim.optimizers import owned_by, rooms_on_disk
 from hf_zero.optim.owners import Owners
-from hf_zero.scratch import Place
 
 
 def state_files(prefix: str) -> tuple[str, str]:

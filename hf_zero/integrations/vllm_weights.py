@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from hf_zero.changes import Changes
 from hf_zero.checkpoint.export import world_of_model
-from hf_zero.handover.contents import has_adapters
-from hf_zero.handover.stream import WholeParameters, whole_parameters
+from hf_zero.checkpoint.handover.contents import has_adapters
+from hf_zero.checkpoint.handover.stream import WholeParameters, whole_parameters
 
 Item = tuple[str, Tensor]
 _changes = Changes()

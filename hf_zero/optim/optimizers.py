@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_zero import host_cores
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.parameters.left_behind import successor
 from hf_zero.engine.parameters.records import gatherers_of
 from hf_zero.engine.parameters.replaced import current, is_replaced
 from hf_zero.errors import PartitionError
+from hf_zero.host import cores as host_cores
+from hf_zero.host.scratch import Place
 from hf_zero.optim.choice import stepping_of, worlds_of
 from hf_zero.optim.on_rows import choose_fused
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import StepCall, Stepping, params_of
-from hf_zero.scratch import Place
 
 
 def _before_hooks(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import PartitionError
+from hf_zero.host.scratch import Place
 from hf_zero.optim.owners import Owners
-from hf_zero.scratch import Place
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.records import ZeroParameter, rows_at_rest
 from hf_zero.engine.ranks.world import World
-from hf_zero.host_cores import on_all_cores
-from hf_zero.host_memory import rooms
+from hf_zero.host.cores import on_all_cores
+from hf_zero.host.memory import rooms
 
 _ROOM_BYTES = 64 * 2**20
 _NUM_ROOMS = 4

@@ -11,7 +11,7 @@ from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError, OffloadError
-from hf_zero.scratch import make_places
+from hf_zero.host.scratch import make_places
 
 logger = logging.getLogger(__name__)
 

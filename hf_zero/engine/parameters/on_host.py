@@ -13,7 +13,7 @@ from hf_zero.engine.parameters.host_rows import HOST_ROWS, HostParameter, HostRo
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError, OffloadError
-from hf_zero.host_memory import available_bytes, rooms
+from hf_zero.host.memory import available_bytes, rooms
 
 
 def check_host(world: World) -> None:

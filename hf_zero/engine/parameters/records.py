@@ -20,8 +20,8 @@ from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
 from hf_zero.engine.parameters.whole import STANDS_FOR, as_whole, attributes_of_users, num_writes, retire
 from hf_zero.engine.ranks.world import World
+from hf_zero.host.scratch import Place
 from hf_zero.layout import RowLayout
-from hf_zero.scratch import Place
 
 _set = cast(Callable[[Any, str, Tensor], None], dict.__setitem__)
 

@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.engine.parameters.host_rows import HostRows
 from hf_zero.engine.units.memory import Slot
-from hf_zero.host_cores import on_all_cores
+from hf_zero.host.cores import on_all_cores
 
 
 @functools.cache

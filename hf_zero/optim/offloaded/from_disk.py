@@ -9,12 +9,12 @@ import torch
 from hf_zero.config.offload import Offload
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import OffloadError
+from hf_zero.host.scratch import Place, StepMemory, Transfers
 from hf_zero.optim.offloaded.pieces import Evaluated, refuse_in_pieces
 from hf_zero.optim.offloaded.states import OffloadedStates
 from hf_zero.optim.offloaded.streaming import StreamedStep
 from hf_zero.optim.on_rows import choose_fused
 from hf_zero.optim.stepping import Arguments, StepCall, Stepping, params_of
-from hf_zero.scratch import Place, StepMemory, Transfers
 
 
 class DiskStepping(Stepping):

@@ -16,9 +16,9 @@ from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import OffloadError, UsageError
+from hf_zero.host.scratch import Place, make_places
 from hf_zero.optim.stepping import find_record
 from hf_zero.optim.trial import states_of_step
-from hf_zero.scratch import Place, make_places
 
 _MASTER = ""  # among the names of states: a parameter's own rows
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from hf_zero import torch_compat
 from hf_zero.errors import OffloadError
+from hf_zero.host.scratch import ALIGNMENT, Place, StepMemory, Transfers, aligned
 from hf_zero.optim.kinds import minds_all, step_of
 from hf_zero.optim.offloaded.pieces import Evaluated, is_plain_data, own_copy, written_back
 from hf_zero.optim.offloaded.states import OffloadedStates, shown_as
 from hf_zero.optim.on_rows import gradient_of, keep_old_values
 from hf_zero.optim.stand_in import NOT_SWAPPED, StandIn
-from hf_zero.scratch import ALIGNMENT, Place, StepMemory, Transfers, aligned
 
 _GRAIN = ALIGNMENT  # elements: pieces of any dtype then begin and end with a block
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_zero import host_memory
+from hf_zero.host import memory as host_memory
 
 
 def test_rooms_lie_apart_and_keep_what_is_written() -> None:

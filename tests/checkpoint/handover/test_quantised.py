@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hf_zero as zero
+from tests.checkpoint.handover.test_stream import assert_same, taken
 from tests.engine.twins import SHARDED, whole
-from tests.handover.test_stream import assert_same, taken
 from tests.models import CASES, make_model
 from tests.ranks import on_ranks
 

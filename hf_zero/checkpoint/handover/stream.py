@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.export import world_of_model
 from hf_zero.checkpoint.files.tensor_file import TensorInfo
+from hf_zero.checkpoint.handover.bucket import LABEL, Bucket
+from hf_zero.checkpoint.handover.hand import Hand
+from hf_zero.checkpoint.handover.parts import Names, Part, Whole, parts_of
+from hf_zero.checkpoint.handover.unchanged import on_any_rank
 from hf_zero.checkpoint.ranks.background import WRITING_S
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, UsageError
-from hf_zero.handover.bucket import LABEL, Bucket
-from hf_zero.handover.hand import Hand
-from hf_zero.handover.parts import Names, Part, Whole, parts_of
-from hf_zero.handover.unchanged import on_any_rank
 
 Result = TypeVar("Result")
 Slices = Callable[[str, tuple[int, ...]], "tuple[slice, ...] | None"]

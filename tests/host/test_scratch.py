@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero import scratch
 from hf_zero.errors import OffloadError
-from hf_zero.scratch import ALIGNMENT, Scratch, StepMemory, Transfers, make_places
+from hf_zero.host import scratch
+from hf_zero.host.scratch import ALIGNMENT, Scratch, StepMemory, Transfers, make_places
 
 FOLDER = Path(tempfile.gettempdir())
 
@@ -54,7 +54,7 @@ def test_tensors_outlive_what_made_them_and_lie_in_blocks() -> None:
 
 
 def test_no_file_is_left_by_a_killed_process(tmp_path: Path) -> None:
-    code = f"import time; from pathlib import Path; from hf_zero.scratch import Scratch; file = Scratch(Path({str(tmp_path)!r}), 10**6); print('made', flush=True); time.sleep(60)"  # noqa: E501
+    code = f"import time; from pathlib import Path; from hf_zero.host.scratch import Scratch; file = Scratch(Path({str(tmp_path)!r}), 10**6); print('made', flush=True); time.sleep(60)"  # noqa: E501
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "made\n"

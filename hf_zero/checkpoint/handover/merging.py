@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.handover.contents import is_adapter_layer
 from hf_zero.engine.parameters.quantised import as_shown, is_quantised
 from hf_zero.engine.parameters.records import put
 from hf_zero.errors import UsageError
-from hf_zero.handover.contents import is_adapter_layer
 
 _QUANTISED = ("Params4bit", "Int8Params")
 

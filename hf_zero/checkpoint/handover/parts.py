@@ -15,12 +15,12 @@ from hf_zero.changes import Changes
 from hf_zero.checkpoint.files.model_plan import FilePlan, NotMovedError, plan_model, plan_one_file, saves_given_state
 from hf_zero.checkpoint.files.pieces import Piece
 from hf_zero.checkpoint.files.tensor_file import TensorInfo
+from hf_zero.checkpoint.handover.contents import Weight, base_of, weights_of
+from hf_zero.checkpoint.handover.merging import as_number, is_packed, merged, number_of, parameters_of, state_of
+from hf_zero.checkpoint.handover.unchanged import fingerprints
 from hf_zero.checkpoint.ranks.one_writer import saving_alone
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
-from hf_zero.handover.contents import Weight, base_of, weights_of
-from hf_zero.handover.merging import as_number, is_packed, merged, number_of, parameters_of, state_of
-from hf_zero.handover.unchanged import fingerprints
 from hf_zero.layout import row_major
 
 Names = Literal["saved", "model"]

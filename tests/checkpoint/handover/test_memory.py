@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import hf_zero as zero
+from hf_zero.checkpoint.handover.bucket import LABEL
 from hf_zero.engine.engine import engine_of
-from hf_zero.handover.bucket import LABEL
 from tests.ranks import on_ranks
 
 _WIDTH, _LAYERS = 128, 12

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero.checkpoint.handover.bucket import LABEL
 from hf_zero.engine.engine import engine_of
-from hf_zero.handover.bucket import LABEL
 from tests.checkpoint.test_export import changed
 from tests.engine.twins import EXCHANGES, STAGES, whole
 from tests.models import CASES, AwkwardMLP, make_model

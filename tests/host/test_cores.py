@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_zero import host_cores
+from hf_zero.host import cores as host_cores
 
 
 @pytest.fixture
