@@ -252,6 +252,12 @@ TORCH = [
 ]
 
 LOADING = [
+    Seam(
+        loading,
+        "set_param_for_module",
+        "param_value = torch.nn.Parameter(param_value, requires_grad=param_value.is_floating_point())",
+        "what a file holds is trained, also where a constructor has frozen it",
+    ),
     Seam(PreTrainedModel, "_keep_in_fp32_modules", "", "what computes in float32 where the rest is float16"),
     Seam(PreTrainedModel, "_keep_in_fp32_modules_strict", "", "the same, in bfloat16 too"),
     Seam(

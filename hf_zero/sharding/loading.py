@@ -248,6 +248,8 @@ class LoadSeam:
             PartitionError,
         )
         whole = names_to_read_whole(model, shapes, load_config.weight_mapping, self._world)
+        for param in model.parameters():  # transformers makes them anew, so what a constructor froze is trained then
+            param.requires_grad_(param.is_floating_point())
         cutter.cut_meta(model, keep_whole=whole)
         with ExitStack() as stack:
             what = f"loading {load_config.pretrained_model_name_or_path}"

@@ -79,6 +79,14 @@ def nomic_bert() -> nn.Module:
     return transformers.NomicBertForMaskedLM(transformers.NomicBertConfig(**SMALL))
 
 
+def vit_mae() -> nn.Module:
+    """Its constructor freezes positions; plain `from_pretrained` trains those that the file holds."""
+    fields = {"image_size": 8, "patch_size": 4, "decoder_hidden_size": 12, "decoder_intermediate_size": 20}
+    decoder = {"decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+    small = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    return transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**small, **fields, **decoder))
+
+
 def lstm_model() -> nn.Module:
     return LSTMModel(transformers.PretrainedConfig())
 
@@ -140,6 +148,8 @@ CHECKPOINTS = {
     "nomic_bert": Checkpoint(nomic_bert),
     "clip": Checkpoint(clip),
     "dinov2": Checkpoint(dinov2),
+    "vit_mae": Checkpoint(vit_mae),
+    "vit_mae_backbone": Checkpoint(lambda: vit_mae().vit),
     "mamba": Checkpoint(mamba),
     "wav2vec2": Checkpoint(wav2vec2),
     "lstm": Checkpoint(lstm_model),
@@ -217,6 +227,9 @@ LOADS = {
     "a rank without an expert": Load(T.MixtralForCausalLM, "mixtral_of_two"),
     "fused rows": Load(T.NomicBertForMaskedLM, "nomic_bert"),
     "fused rows of dinov2": Load(T.Dinov2Model, "dinov2"),
+    "frozen by its constructor": Load(T.ViTMAEForPreTraining, "vit_mae"),
+    "frozen by its constructor, and not in the file": Load(T.ViTMAEForPreTraining, "vit_mae_backbone"),
+    "frozen by its constructor, in half precision": Load(T.ViTMAEForPreTraining, "vit_mae", {"dtype": torch.bfloat16}),
 }
 
 
