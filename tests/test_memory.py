@@ -25,7 +25,7 @@ from tests.models import Stack, stack_batch
 from tests.ranks import alone, close_pool, on_ranks
 
 # Rows and rows' bytes divide by 2, 3 and the alignment of parameters in a unit's memory, so nothing is padded.
-WIDTH = 96
+WIDTH = 384
 # Bytes an element, here for scalars such as the one that all graphs hang on: below the smallest parameter's share, 0.0026.
 SLACK = 0.001
 BF16 = {"compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32"}

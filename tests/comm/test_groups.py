@@ -110,6 +110,7 @@ def test_ranks_are_connected_on_demand_where_they_talk_to_a_few_others() -> None
     with torch_groups.connecting_on_demand():
         group = dist.new_group(backend="gloo")
     made = _num_sockets()
+    dist.barrier()  # before a peer connects to this rank
     assert made - before <= 1 and "TORCH_GLOO_LAZY_INIT" not in os.environ
     right, left = (dist.get_rank() + 1) % 4, (dist.get_rank() - 1) % 4
     room = torch.zeros(1)
@@ -117,5 +118,6 @@ def test_ranks_are_connected_on_demand_where_they_talk_to_a_few_others() -> None
     for work in works:
         work.wait()
     assert room == left and _num_sockets() - made <= 4
+    dist.barrier()
     eager = dist.new_group(backend="gloo")
     assert _num_sockets() - made > 3, eager

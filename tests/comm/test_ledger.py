@@ -18,6 +18,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.comm.ledger import Ledger
+from hf_zero.layout import place
 from tests.engine.twins import SHARDED, STAGES
 from tests.models import CASES, Stack, make_model, stack_batch
 from tests.ranks import alone, on_ranks, run_ranks
@@ -171,7 +172,7 @@ def bytes_in_bf16() -> None:
 
 @on_ranks(2)
 def test_units_that_backward_needs_first_are_gathered_once() -> None:
-    block = 4 * sum(p.numel() for p in Stack().blocks[0].parameters())
+    block = place([4 * p.numel() for p in Stack().blocks[0].parameters()])[1]
     counts, units = counts_of_training({"stage": 3, "prefetch_bytes": 2 * block})
     gathers = {unit: counts["gather", unit][0] for unit in units}
     assert gathers == {"embedding": 3, "blocks.0": 6, "blocks.1": 6, "blocks.2": 3, "head": 3}

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_zero.engine.units.residency import Residency
 from hf_zero.engine.units.unit import Unit
+from hf_zero.layout import place
 from tests.engine.twins import SHARDED, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
 
@@ -50,7 +51,7 @@ def test_exchanges_of_two_micro_batches_and_a_step(case: tuple[int, tuple[int, i
     assert found == expected
 
 
-_BLOCK = 4 * (2 * 5 + 11 * 5 + 11 + 5 * 11 + 5)  # bytes; the head is smaller
+_BLOCK = place([4 * numel for numel in (5, 5, 11 * 5, 11, 5 * 11, 5)])[1]  # bytes; the head is smaller
 
 
 @on_ranks(
