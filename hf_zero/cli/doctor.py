@@ -94,8 +94,11 @@ def _first_run(args: argparse.Namespace) -> int:
 
     parts = args.parts.split(",") if args.parts else first_run.PARTS
     plan = first_run.planned(args.num_processes, args.model, args.minutes, parts)
-    page = first_run.run(plan, lambda line: print(line, file=sys.stderr, flush=True))
-    args.write.write_text(page.text())
+    page = first_run.run(
+        plan,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        so_far=lambda page: args.write.write_text(page.text()),
+    )
     print(page.text())
     print(f"Written to {args.write}.")
     return int(not page.is_right)

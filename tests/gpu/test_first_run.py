@@ -16,7 +16,7 @@ _EVERYWHERE = Path(__file__).parent / "late" / "everywhere"
 _DROPPED = {"HF_ZERO_COLLECTIVES", "ACCELERATE_USE_CPU"}
 
 
-def _page(tmp_path: Path, *options: str, order: str = "late") -> tuple[str, str, int]:
+def _page(tmp_path: Path, *options: str, order: str = "late", limit_s: float = 560) -> tuple[str, str, int]:
     """The page, what was told, and the exit code."""
     environment: Mapping[str, str] = {name: value for name, value in ENVIRONMENT.items() if name not in _DROPPED}
     page = tmp_path / "page.md"
@@ -26,7 +26,7 @@ def _page(tmp_path: Path, *options: str, order: str = "late") -> tuple[str, str,
         env={**environment, "PYTHONPATH": f"{_EVERYWHERE}:{_ROOT}", "LATE_ORDER": order},
         capture_output=True,
         text=True,
-        timeout=560,
+        timeout=limit_s,
         check=False,
     )
     return page.read_text() if page.exists() else "", found.stdout + found.stderr, found.returncode
@@ -47,7 +47,8 @@ def test_parts_are_run_on_each_device_and_told_on_a_page(tmp_path: Path) -> None
 @pytest.mark.usefixtures("late_device")
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_all_parts_are_right_or_not_here(tmp_path: Path, num_processes: int) -> None:
-    page, told, code = _page(tmp_path, "--num-processes", str(num_processes), order="early")
+    options = ("--num-processes", str(num_processes), "--minutes", "40")  # of simulated devices, on two cores
+    page, told, code = _page(tmp_path, *options, order="early", limit_s=2500)
     assert code == 0, told
     assert page.count("\n## ") == len(PARTS)
     assert "WRONG" not in page and "failed" not in page, page

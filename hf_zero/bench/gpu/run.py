@@ -122,8 +122,18 @@ def planned(
     return FirstRun(count, chosen, minutes, tuple(parts), seq_len=min(seq_len or 1024, longest))
 
 
-def run(plan: FirstRun, progress: Callable[[str], None] = lambda line: None) -> Page:
-    """Run all parts; one that fails is told on the page, and the rest goes on."""
+def run(
+    plan: FirstRun,
+    progress: Callable[[str], None] = lambda line: None,
+    so_far: Callable[[Page], object] = lambda page: None,
+) -> Page:
+    """Run all parts; one that fails is told on the page, and the rest goes on.
+
+    Args:
+        plan: which parts, on how many ranks.
+        progress: gets a line after each part.
+        so_far: gets the page after each part, so that it can be kept before the end.
+    """
     kind = devices.kind()
     name = devices.name_of(torch.device(kind, 0))
     page = Page(f"hf_zero on {plan.num_ranks} x {name}", list(_machine(plan, kind)))
@@ -138,6 +148,7 @@ def run(plan: FirstRun, progress: Callable[[str], None] = lambda line: None) -> 
         seconds = time.monotonic() - begin
         page.parts.append((PARTS[part].title, seconds, section))
         progress(f"{PARTS[part].title}: {section.verdict}, {seconds:.0f} s: {section.said}")
+        so_far(page)
     return page
 
 

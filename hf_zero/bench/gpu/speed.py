@@ -96,6 +96,10 @@ def host_time(plan: StepBenchmark, deadline: float) -> Section:
     said = (
         f"stage 3 costs the host {own * 1e3:.2f} ms a layer and step{' beyond no exchange' if 'local' in costs else ''}"
     )
+    if costs["zero3"] <= 0:
+        return Section(
+            "look", "more layers took no longer: what this machine did besides was more than they cost", rows
+        )
     is_slow = "fsdp2" in costs and costs["zero3"] > _SLOWER * costs["fsdp2"]
     to_do = [
         "A layer that computes for less than this waits for the host: larger batches, or units of several layers.",

@@ -56,7 +56,10 @@ def test_a_part_that_fails_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
         return Section("right", "the same bits")
 
     monkeypatch.setattr(first_run, "_on_ranks", run)
-    page = first_run.run(first_run.planned(None, "llama-10m", 10, ["parity", "resume"]))
+    kept: list[int] = []
+    plan = first_run.planned(None, "llama-10m", 10, ["parity", "resume"])
+    page = first_run.run(plan, so_far=lambda page: kept.append(len(page.parts)))
+    assert kept == [1, 2]
     assert [section.verdict for _, _, section in page.parts] == ["failed", "right"]
     assert not page.is_right
     text = page.text()
