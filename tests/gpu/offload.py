@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.engine.parameters import on_host
 from hf_zero.host import cores as host_cores
-from hf_zero.host import host_memory
+from hf_zero.host import memory as host_memory
 from tests.gpu.training import BLOCKS, LLAMA, STEPS, adamw, batch_of, train
 from tests.models import make_model
 
