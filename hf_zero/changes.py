@@ -7,6 +7,8 @@ before. Each change remembers what stood in the object itself: a method that it 
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,15 @@ class Changes:
 
         self.replace(owner, name, wrapped)
 
+    def once_imported(self, module: str, change: Callable[[Any], None]) -> None:
+        """Call `change` with a module, now or when it has been imported: that takes seconds, and many never need it."""
+        if module in sys.modules:
+            change(sys.modules[module])
+            return
+        importing = _Importing(module, change)
+        sys.meta_path.insert(0, importing)
+        self.also(lambda: sys.meta_path.remove(importing))
+
     def also(self, undo: Callable[[], None]) -> None:
         """Remember how to undo a change of another kind."""
         self._undo.append(undo)
@@ -67,6 +78,30 @@ class Changes:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+class _Importing(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, with a word after the import."""
+
+    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
+        self._module, self._change = module, change
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of the module that is waited for."""
+        if fullname != self._module:
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    self._change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def undo_all() -> None:

@@ -48,7 +48,7 @@ def name_of(device: torch.device) -> str:
     return str(getattr(properties(device), "name", device.type)) if properties else device.type
 
 
-def library_of(which: str) -> tuple[str, str]:
+def transport_of(which: str) -> tuple[str, str]:
     """The library that ranks on a kind of device exchange by, and its version where torch tells; "" where there is none."""
     backend = dist.Backend.default_device_backend_map.get(which, "")
     told = getattr(getattr(torch.get_device_module(which), backend, None), "version", None) if backend else None

@@ -167,7 +167,7 @@ def _devices() -> Iterator[Finding]:
     for device in (torch.device(kind, index) for index in range(torch.accelerator.device_count())):
         size = devices.memory_of(device)[1] / 2**30
         yield Finding("ok", str(device), devices.name_of(device) + (f", {size:.0f} GiB" if size else ""))
-    library, version = devices.library_of(kind)
+    library, version = devices.transport_of(kind)
     if library in ("", "gloo"):
         yield Finding(
             "note", "exchanges", f"torch knows none between {kind} devices: ranks train on the CPU, over gloo"

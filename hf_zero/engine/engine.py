@@ -21,8 +21,7 @@ from hf_zero.engine.modules.inputs import CastInputs
 from hf_zero.engine.modules.state_dict import CutStateDict
 from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
-from hf_zero.engine.parameters.on_host import let_go
-from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, forget_owner, set_owner
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, set_owner
 from hf_zero.engine.parameters.quantised import as_shown, is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, gathered
 from hf_zero.engine.parameters.tensor_axis import Seen
@@ -112,8 +111,7 @@ class ZeroEngine:
 
     def _is_plain(self) -> bool:
         """Whether the modules can compute with the parameters as they are at rest."""
-        is_as_made = all(p.compute_dtype == p.param.dtype and p.host is None for p in self.parameters)
-        is_plain = not self.world.partitions and is_as_made
+        is_plain = not self.world.partitions and all(p.rests_as_computed for p in self.parameters)
         return is_plain and (self.world.data.num_ranks == 1 or self.world.config.gradient_reduction == "mean")
 
     def _build(self, model: nn.Module) -> None:
@@ -173,8 +171,7 @@ class ZeroEngine:
         for entry in self.backward.entries:
             entry.is_closed = True
         for p in self.parameters:
-            forget_owner(p.param, self)
-            let_go(p)
+            p.leave(self)
             for module, _ in p.locations:
                 module._parameters = dict(module._parameters)
         model = self._model()

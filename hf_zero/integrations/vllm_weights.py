@@ -15,8 +15,6 @@ A model that is not partitioned goes TRL's own way. `hf_zero.undo()` puts the or
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,40 +30,13 @@ Item = tuple[str, Tensor]
 _changes = Changes()
 
 
-class _Importing(importlib.abc.MetaPathFinder):
-    """Wraps TRL's methods when they have been imported."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """What the other finders find, with a word after the import."""
-        if fullname not in _WRAPPERS:
-            return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                if self in sys.meta_path:
-                    _WRAPPERS[fullname](module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-_importing = _Importing()
-
-
 def install() -> None:
     """Wrap the methods, now or when TRL is imported; a second call changes nothing."""
     if _changes:
         return
     _changes.keep()
-    sys.meta_path.insert(0, _importing)
-    _changes.also(lambda: sys.meta_path.remove(_importing))
     for name, wrap in _WRAPPERS.items():
-        if name in sys.modules:
-            wrap(sys.modules[name])
+        _changes.once_imported(name, wrap)
 
 
 def _weights(model: nn.Module, keep: bool = True) -> WholeParameters:

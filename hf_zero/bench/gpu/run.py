@@ -208,7 +208,7 @@ def _on_one_device(shares: bool, rank: int) -> dict[str, str]:
 def _machine(plan: FirstRun, kind: str) -> Iterable[tuple[str, str]]:
     """What is known of this machine, for whoever reads the page elsewhere."""
     yield "written by", f"`hf-zero doctor --gpu`, hf_zero {__version__}, {datetime.date.today().isoformat()}"
-    backend, version = devices.library_of(kind)
+    backend, version = devices.transport_of(kind)
     built = torch.version.cuda or getattr(torch.version, "hip", None) or "-"
     yield "torch", f"{torch.__version__}, CUDA or HIP {built}, {backend} {version}".rstrip()
     for index in range(plan.num_ranks):

@@ -51,12 +51,6 @@ def offload_to_host(parameters: Iterable[ZeroParameter], world: World) -> None:
             cast(Any, p.param).__class__ = HostParameter
 
 
-def let_go(p: ZeroParameter) -> None:
-    """An engine ends: its parameter is an ordinary one."""
-    if type(p.param) is HostParameter:
-        cast(Any, p.param).__class__ = nn.Parameter
-
-
 def rests_on_host(param: Tensor, world: World) -> bool:
     """Whether a parameter's rows lie in host memory, beside a device."""
     return param.device.type == "cpu" and world.device.type != "cpu"

@@ -14,8 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.copies import in_dtypes
-from hf_zero.engine.parameters.host_rows import HostRows
-from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, attributes_of, rows_like, shown_by_gatherer
+from hf_zero.engine.parameters.host_rows import HostParameter, HostRows
+from hf_zero.engine.parameters.partitioned_tensor import (
+    PartitionedTensor,
+    attributes_of,
+    forget_owner,
+    rows_like,
+    shown_by_gatherer,
+)
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
 from hf_zero.engine.parameters.whole import STANDS_FOR, as_whole, attributes_of_users, num_writes, retire
@@ -205,6 +211,17 @@ class ZeroParameter:
     @cached_property
     def _is_in_rnn(self) -> bool:
         return any(isinstance(module, nn.RNNBase) for module, _ in self.locations)
+
+    @property
+    def rests_as_computed(self) -> bool:
+        """Whether modules can compute with it as it is at rest, but for being cut."""
+        return self.compute_dtype == self.param.dtype and self.host is None
+
+    def leave(self, engine: Any) -> None:
+        """Its engine ends: it is an ordinary parameter again."""
+        forget_owner(self.param, engine)
+        if type(self.param) is HostParameter:
+            cast(Any, self.param).__class__ = nn.Parameter
 
     def gradient_rows(self, flat: Tensor) -> Tensor:
         """Reduced gradients of this rank's rows, in their shape; contiguous: fused steps look at memory, not at strides."""

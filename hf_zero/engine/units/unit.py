@@ -320,7 +320,7 @@ class Unit:
         plain = [s for s in self._slots.values() if not isinstance(s.parameter.param, DTensor)]
         fill_own_rows([s for s in plain if not s.parameter.host])
         with self._going_up([s for s in plain if s.parameter.host and s.parameter.host.has_changed(s.parameter.param)]):
-            pass
+            pass  # nothing is gathered behind them
 
     @torch.inference_mode(False)
     def read_whole(self, p: ZeroParameter) -> Tensor:

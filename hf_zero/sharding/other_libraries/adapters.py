@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.abc
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,43 +40,15 @@ from hf_zero.sharding.late import run_instead
 _changes = Changes()
 
 
-class _Importing(importlib.abc.MetaPathFinder):
-    """Wraps PEFT's functions when it has been imported: importing it takes seconds, and many programs never need it."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """What the other finders find, with a word after the import."""
-        if fullname != "peft":
-            return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                if self in sys.meta_path:
-                    _wrap_all()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-_importing = _Importing()
-
-
 def install() -> None:
     """Wrap the functions, now or when PEFT is imported; a second call changes nothing."""
     if _changes:
         return
     _changes.keep()
-    if "peft" in sys.modules:
-        _wrap_all()
-    else:
-        sys.meta_path.insert(0, _importing)
-        _changes.also(lambda: sys.meta_path.remove(_importing))
+    _changes.once_imported("peft", _wrap_all)
 
 
-def _wrap_all() -> None:
+def _wrap_all(peft: Any) -> None:
     tuners = importlib.import_module("peft.tuners")
     tuners_utils = importlib.import_module("peft.tuners.tuners_utils")
     _changes.wrap(tuners_utils.BaseTuner, "inject_adapter", _inject_adapter)
