@@ -258,7 +258,7 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
     if args.host_memory is not None:
         lines.append(
             "on the host: a rank's rows, states and gradients, and what goes up and comes down; "
-            f"{_on_a_host(args)} ranks share {_size(args.host_memory)}, of which a tenth is kept free."
+            f"a host has {_size(args.host_memory)} for {_on_a_host(args)} of them, of which a tenth is kept free."
         )
     if args.disk:
         lines.append(
