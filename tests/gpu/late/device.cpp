@@ -53,18 +53,18 @@ void give_back(void* context) {
 }
 
 void take_back_what_is_over() {
-  std::vector<Block*> left;
-  for (auto* block : in_use_elsewhere) {
+  std::vector<Block*> blocks;
+  blocks.swap(in_use_elsewhere);  // to poison one runs tasks, and these may give others back
+  for (auto* block : blocks) {
     bool is_over = true;
     for (const auto& event : block->still_used) is_over &= event->done;
     if (!is_over) {
-      left.push_back(block);
+      in_use_elsewhere.push_back(block);
       continue;
     }
     block->still_used.clear();
     poison(block);
   }
-  in_use_elsewhere.swap(left);
 }
 
 struct Allocator final : c10::Allocator {

@@ -135,6 +135,7 @@ inline bool step(int s) {
     if (!is_over) return false;
   }
   if (task.mark) task.mark->done = true;
+  const Task over = std::move(task);  // it is let go of once it is off the stream: that may free tensors, which queues tasks
   tasks.pop_front();
   activity++;
   return true;
