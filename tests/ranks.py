@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,6 +44,8 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 Test = Callable[..., None]
+EVERY_TURN = "HF_ZERO_EVERY_TURN"
+"""Environment variable: if set, tests go through all combinations of their turns."""
 _ROOT = str(Path(__file__).resolve().parent.parent)
 _START_S, _CLEAN_S, _GROUP_LIMIT, _TAIL_CHARS = 120.0, 5.0, timedelta(seconds=60), 16_000
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -347,35 +350,50 @@ def on_ranks(*num_ranks: int, timeout_s: float = 60, **values: Sequence[Any]) ->
     Args:
         num_ranks: one job for each number.
         timeout_s: of a job; each further turn adds 15 s, all of them at most 240 s.
-        values: by argument of the test, values to go through inside the job, in all combinations ("turns"). Each turn
-            begins with the seeds and settings of a new job, and a failure names its own. Everything else the test asks
-            for, parameters of pytest and fixtures, is pickled.
+        values: by argument of the test, values to go through inside the job ("turns", see `turns_of`). Each turn begins
+            with the seeds and settings of a new job, and a failure names its own. Everything else the test asks for,
+            parameters of pytest and fixtures, is pickled.
     """
-    turns = _turns(values)
-    limit_s = timeout_s + min(240, 15 * (len(turns) - 1))
 
-    def run(body: _Body, arguments: dict[str, Any]) -> None:
+    def run(body: _Body, arguments: dict[str, Any], num_turns: int) -> None:
         for number in num_ranks:
-            run_ranks(body, number, timeout_s=limit_s, **arguments)
+            run_ranks(body, number, timeout_s=_limit_s(timeout_s, num_turns), **arguments)
 
-    return lambda test: _on_parent(test, turns, run)
+    return lambda test: _on_parent(test, values, run)
 
 
 def alone(*, timeout_s: float = 60, **values: Sequence[Any]) -> Callable[[Test], Test]:
     """Let a test run in a worker without a process group; else as `on_ranks`."""
-    turns = _turns(values)
-    limit_s = timeout_s + min(240, 15 * (len(turns) - 1))
-    return lambda test: _on_parent(test, turns, lambda body, arguments: run_alone(body, timeout_s=limit_s, **arguments))
+
+    def run(body: _Body, arguments: dict[str, Any], num_turns: int) -> None:
+        run_alone(body, timeout_s=_limit_s(timeout_s, num_turns), **arguments)
+
+    return lambda test: _on_parent(test, values, run)
 
 
-def _turns(values: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+def _limit_s(timeout_s: float, num_turns: int) -> float:
+    return timeout_s + min(240, 15 * (num_turns - 1))
 
 
-def _on_parent(test: Test, turns: list[dict[str, Any]], run: Callable[[_Body, dict[str, Any]], None]) -> Test:
+def turns_of(name: str, values: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The turns of a test: all combinations by hand; every day as many as its longest argument has values.
+
+    Then each value of each argument comes up. Where the others begin depends on the test's name, so that what one test
+    leaves out, the tests beside it have.
+    """
+    if os.environ.get(EVERY_TURN):
+        return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+    offsets = {key: zlib.crc32(f"{name} {key}".encode()) for key in values}
+    count = max(map(len, values.values()), default=1)
+    return [{key: each[(turn + offsets[key]) % len(each)] for key, each in values.items()} for turn in range(count)]
+
+
+def _on_parent(test: Test, values: dict[str, Sequence[Any]], run: Callable[[_Body, dict[str, Any], int], None]) -> Test:
+    turns = turns_of(test.__qualname__, values)
+
     @functools.wraps(test)
     def on_parent(**arguments: Any) -> None:
-        run(_Body(test.__module__, test.__qualname__), arguments)
+        run(_Body(test.__module__, test.__qualname__), arguments, len(turns))
 
     signature = inspect.signature(test)
     asked = [each for name, each in signature.parameters.items() if name not in turns[0]]

@@ -30,6 +30,7 @@ _FLOORS = [
     ["checkpoint.commit", "checkpoint.model_state", "checkpoint.optimizer_state", "checkpoint.export"],
     ["checkpoint.offline", "checkpoint.importing"],
     ["checkpoint.handover"],
+    ["trace"],
     ["sharding"],
     ["integrations.__init__", "integrations.random_state", "integrations.vllm_weights"],
     ["integrations.accelerate"],

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 
 from tests import ranks
-from tests.ranks import RankError, RankFailure, alone, on_ranks, run_alone, run_ranks
+from tests.ranks import EVERY_TURN, RankError, RankFailure, alone, on_ranks, run_alone, run_ranks, turns_of
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,18 +130,37 @@ def _has_ended(pid: int, within_s: float = 5.0) -> bool:
     return False
 
 
-@on_ranks(1, 2, trace=[1, 2], end=["a", "b"])
-def _turns(folder: Path, trace: int, end: str) -> None:
+@on_ranks(1, 2, turn=["1a", "1b", "2a", "2b"])
+def _turns(folder: Path, turn: str) -> None:
     assert "HF_ZERO_TRACE" not in os.environ and not PartialState._shared_state
     _leave_traces()
-    Path(folder, f"{dist.get_world_size()}{trace}{end}").touch()
-    assert (dist.get_world_size(), trace, end) != (2, 2, "a"), "what is wrong"
+    Path(folder, f"{dist.get_world_size()}{turn}").touch()
+    assert (dist.get_world_size(), turn) != (2, "2a"), "what is wrong"
 
 
 def test_on_ranks_runs_all_turns_in_one_job_and_names_the_one_that_failed(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"what is wrong(?s:.*)in the turn \{'trace': 2, 'end': 'a'\}"):
+    with pytest.raises(RankError, match=r"what is wrong(?s:.*)in the turn \{'turn': '2a'\}"):
         _turns(folder=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["11a", "11b", "12a", "12b", "21a", "21b", "22a"]
+    names = [path.name for path in tmp_path.iterdir()]
+    assert {name for name in names if name[0] == "1"} == {"11a", "11b", "12a", "12b"}
+    assert "22a" in names  # and none after it
+    assert {name[0] for name in names} == {"1", "2"}
+
+
+def test_each_value_comes_up_every_day_and_all_combinations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"stage": (0, 1, 2, 3), "exchange": ("a", "b"), "dtype": ("x", "y", "z")}
+    monkeypatch.delenv(EVERY_TURN, raising=False)
+    seen = []
+    for name in ("test_one", "test_two", "test_three", "test_four"):
+        turns = turns_of(name, values)
+        assert len(turns) == 4
+        assert all({turn[key] for turn in turns} == set(each) for key, each in values.items())
+        assert turns == turns_of(name, values)
+        seen += [tuple(turn.values()) for turn in turns]
+    assert len(set(seen)) > 8  # what one test leaves out, others have
+    monkeypatch.setenv(EVERY_TURN, "1")
+    assert len({tuple(turn.values()) for turn in turns_of("test_one", values)}) == 24
+    assert turns_of("test_one", {}) == [{}]
 
 
 @alone(drawn=[0, 1])

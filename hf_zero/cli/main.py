@@ -18,6 +18,7 @@ from hf_zero.cli import doctor, plan
 from hf_zero.cli.bench import add_benchmarks
 from hf_zero.cli.configure import add_arguments
 from hf_zero.cli.launch import launch
+from hf_zero.cli.trace import trace
 from hf_zero.errors import ZeroError
 from hf_zero.tables import aligned
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as `save_pretrained` counts
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_READ_OWN = {"launch": launch, "trace": trace}  # what follows is theirs to read
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")  # the names that the Trainer and accelerate give
 
@@ -40,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 1 after an error or if a checkpoint is damaged. Wrong usage exits with 2.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(given[:1] if given[:1] == ["launch"] else given)  # what follows is accelerate's to read
+    reads_own = _READ_OWN.get(given[0]) if given else None
+    args = _parser().parse_args(given[:1] if reads_own else given)
     try:
-        code = launch(given[1:]) if given[:1] == ["launch"] else int(args.run(args))
+        code = reads_own(given[1:]) if reads_own else int(args.run(args))
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser(
         "launch", help="`accelerate launch` with --zero 3, or --zero FILE, for any script (launch --help says more)"
+    )
+
+    commands.add_parser(
+        "trace", help="record where a few steps of a script spend their time, and say it (trace --help)"
     )
 
     bench = commands.add_parser("bench", help="measure on this machine, beside other engines")

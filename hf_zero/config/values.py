@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -171,6 +172,17 @@ def reduce_scatter(key: str, value: object) -> bool | str:
         return value
     if not isinstance(value, str) or value != "to_owner":
         fail(key, value, "is not one of the choices; use true, false or to_owner")
+    return value
+
+
+def file(key: str, value: object) -> str | None:
+    """The path of a file, or None."""
+    if value is None:
+        return None
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value.strip() or "\0" in value or value.endswith("/"):
+        fail(key, value, "is not a file; name one, such as trace.json, or null")
     return value
 
 

@@ -94,6 +94,7 @@ class ZeroConfig:
         offload: what lives in host memory or on a disk between its uses; also accepts its YAML form.
         wire: formats in which parameters and gradients travel, if not as they are; also accepts its YAML form.
         activations: what is kept of the inputs of checkpointed layers; also accepts its YAML form.
+        trace: a file that rank 0 writes: what all ranks did in the steps 3 to 5, and when; see `hf-zero trace`.
 
     Raises:
         ConfigError: a value is wrong, or two values contradict each other.
@@ -126,6 +127,7 @@ class ZeroConfig:
     offload: Offload = Offload()
     wire: Wire = Wire()
     activations: Activations = Activations()
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for key, check in _CHECKS.items():
@@ -341,6 +343,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "offload": lambda key, value: Offload.from_value(value),
     "wire": lambda key, value: Wire.from_value(value),
     "activations": lambda key, value: Activations.from_value(value),
+    "trace": values.file,
 }
 
 

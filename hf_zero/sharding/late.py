@@ -33,6 +33,7 @@ from hf_zero.sharding.checks import (
     refuse_whole_for_a_while,
 )
 from hf_zero.sharding.cutting import broadcast_buffers, partition_whole, raise_to_master, take_home
+from hf_zero.trace.recorder import record_if_asked
 
 
 @torch.inference_mode(False)
@@ -60,6 +61,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
     engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
     hold_current(engine)
+    record_if_asked(engine)
     return engine
 
 

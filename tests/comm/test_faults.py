@@ -25,7 +25,7 @@ from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.groups import cells_of
 from hf_zero.comm.host import memory as host_memory
-from hf_zero.comm.host.one_host import _HostExchange
+from hf_zero.comm.host.one_host import HostExchange
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.errors import CollectiveError
@@ -136,7 +136,7 @@ def delays(training: Training) -> Iterator[None]:
     reduce_scatter, settle = type(made).reduce_scatter, type(made).settle
     seams = [(type(made), "gather", type(made).gather), (type(made), "before_write", type(made).before_write)]
     seams += [(type(made), "reduce_scatter", remember), (type(made), "settle", settle_and_spoil)]
-    seams += [(owner, "wait", owner.wait) for owner in (Exchange, _HostExchange)]
+    seams += [(owner, "wait", owner.wait) for owner in (Exchange, HostExchange)]
     with contextlib.ExitStack() as stack:
         for owner, name, call in seams:
             stack.enter_context(mock.patch.object(owner, name, paused(call)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hf_zero.cli import trace
 from hf_zero.cli.main import _parser
 from hf_zero.config.zero_config import ZeroConfig
 from tests.guide.api import page
@@ -86,10 +87,13 @@ def test_commands_on_a_page_have_such_options(page: Path) -> None:
         command = commands[words.pop(0)]
         while (inner := _inner(command)) and words and words[0] in inner:
             command = inner[words.pop(0)]
-        known = {option for action in command._actions for option in action.option_strings}
-        options = [word for word in words if word.startswith("--")]
         if command.prog.endswith("launch"):
             continue  # accelerate's options, and after the script its own
+        if command.prog.endswith("trace"):
+            command = trace.parser("--" in words)
+            words = words[: words.index("--")] if "--" in words else words  # what follows is for launch
+        known = {option for action in command._actions for option in action.option_strings}
+        options = [word for word in words if word.startswith("--")]
         assert not [option for option in options if option not in known], line
 
 

@@ -196,10 +196,10 @@ class HostCollectives(Collectives):
         lane, description = self._board.lanes[kind], self._describe(kind, unit)
         posted = lane.post(f"{kind} of {unit!r}", numbers, description, self.timeout_s, finish, keep)
         entry = self.ledger.add(kind, unit, received)
-        return _HostExchange(lane, posted, description, self.timeout_s, entry, waits_for_readers)
+        return HostExchange(lane, posted, description, self.timeout_s, entry, waits_for_readers)
 
 
-class _HostExchange(Exchange):
+class HostExchange(Exchange):
     """An exchange that is done once this rank has read what it needs and, if requested, its peers have too."""
 
     def __init__(
