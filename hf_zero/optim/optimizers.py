@@ -19,6 +19,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.host import cores as host_cores
 from hf_zero.host.scratch import Place
 from hf_zero.optim.choice import stepping_of, worlds_of
+from hf_zero.optim.offloaded.room_on_host import check_room
 from hf_zero.optim.on_rows import choose_fused
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.stand_in import STEPPING
@@ -58,6 +59,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
     worlds = worlds_of(optimizer)
     stepping = stepping_of(optimizer, worlds)
+    _check_room_on_host(optimizer)
     if any(engine.world.steps_on_host for engine in held):
         host_cores.begin(id(optimizer))
         _wait_for_scale(optimizer)
@@ -68,6 +70,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         return None
     stepping.cut_loaded_states(optimizer, worlds)
     return stepping.begin(StepCall(optimizer, worlds, args[1:], kwargs, before_change, after_change))
+
+
+def _check_room_on_host(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, Mapping[str, torch.dtype]] | None = None
+) -> None:
+    """See `check_room`: of what rests in host memory beside a device, for all models that an optimizer trains."""
+    for engine in live_engines():
+        if engine.world.steps_on_host and any(map(engine.find, params_of(optimizer))):
+            check_room(optimizer, engine, known)
 
 
 def _wait_for_scale(optimizer: torch.optim.Optimizer) -> None:
@@ -141,7 +152,7 @@ def owned_by(optimizer: torch.optim.Optimizer) -> dict[int, Owners]:
 def rooms_on_disk(
     optimizer: torch.optim.Optimizer, states: Mapping[int, Mapping[str, torch.dtype]]
 ) -> Mapping[int, Mapping[str, Place]]:
-    """Room for states that are about to be read from a checkpoint, where they are offloaded to a disk.
+    """Room for states that are about to be read from a checkpoint, where they are offloaded to a disk; checked in host memory.
 
     Called by all ranks together.
 
@@ -152,6 +163,7 @@ def rooms_on_disk(
     Returns:
         Their places by id(parameter) and name; of those that stay in memory there is none.
     """
+    _check_room_on_host(optimizer, states)
     worlds = worlds_of(optimizer)
     stepping = stepping_of(optimizer, worlds)
     return {} if stepping is None else stepping.rooms_on_disk(optimizer, worlds, states)
@@ -175,6 +187,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> No
         kept = state if stepping is None else {k: stepping.kept(value, known) for k, value in state.items()}
         optimizer.state[new] = kept
     vars(optimizer).pop("_zero_checked_state", None)
+    _check_room_on_host(optimizer)
 
 
 def hold_current(engine: ZeroEngine) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero.engine.parameters import on_host
@@ -87,12 +88,42 @@ def offload_is_refused(device: torch.device) -> dict[str, Any]:
         cut(offload={"optimizer": "disk", "path": "/tmp"})
     with patch.object(torch, "Stream", _no_streams), pytest.raises(zero.ConfigError, match="has no streams"):
         cut()
+    _refused_states(device, cut)
     if dist.get_world_size() > 1:
         model = cut()
         model(**batch_of(0, dist.get_rank(), device)).loss.backward()
         with pytest.raises(zero.UsageError, match="do not travel from host memory"):
             torch.optim.Adafactor(model.parameters()).step()
     return {}
+
+
+def _refused_states(device: torch.device, cut: Any) -> None:
+    """There is room for parameters and gradients, but on one rank's word not for the states of Adam: told before a step."""
+    model, is_last = make_model(LLAMA), dist.get_rank() == dist.get_world_size() - 1
+    left = 7 * sum(param.numel() for param in model.parameters()) if is_last else 10**12
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(**batch_of(0, dist.get_rank(), device)).loss.backward()
+        optimizer.step()
+
+    config: Any = {"compute_dtype": "bfloat16", **BLOCKS, "offload": HOST}
+    with patch.object(on_host, "available_bytes", lambda: left):
+        model = cut(**config)
+        step(model, torch.optim.SGD(model.parameters(), 0.1))  # has none
+        step(model, torch.optim.Adagrad(model.parameters()))  # has made them with itself
+        optimizer, before = adamw(model), [_local(param).clone() for param in model.parameters()]
+        with pytest.raises(zero.OffloadError, match="for states of AdamW"):
+            step(model, optimizer)
+        assert not optimizer.state and all(map(torch.equal, map(_local, model.parameters()), before))
+        model, plugin = make_model(LLAMA), zero.ZeroPlugin(zero.ZeroConfig(stage=3, **config))
+        with pytest.raises(zero.OffloadError, match="for states of AdamW"):
+            zero.ZeroAccelerator(zero_plugin=plugin).prepare(model, adamw(model))
+    model = cut(**config)
+    step(model, adamw(model))
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param.detach()
 
 
 def _without_locked_pages(make: Any) -> Any:
@@ -138,6 +169,12 @@ def offload_resumed(device: torch.device, folder: str) -> dict[str, Any]:
         again, model, optimizer = make(after)
         again.load_state(f"{folder}{number}")
         assert torch.equal(train(model, device, range(2, 4), optimizer), expected), (before, after)
+        if device.type != "cpu" and after != "none":
+            with (
+                patch.object(on_host, "available_bytes", lambda: 100),
+                pytest.raises(zero.ZeroError, match="for states of AdamW"),
+            ):
+                again.load_state(f"{folder}{number}")
     return {}
 
 
