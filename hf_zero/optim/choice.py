@@ -15,6 +15,7 @@ from hf_zero.errors import UsageError
 from hf_zero.optim.by_owners import OwnerStepping
 from hf_zero.optim.kinds import is_elementwise, wrapped_optimizers
 from hf_zero.optim.offloaded.from_disk import DiskStepping
+from hf_zero.optim.offloaded.to_host import HostStepping
 from hf_zero.optim.on_rows import RowStepping
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Stepping, params_of
@@ -31,10 +32,10 @@ _LOOKS_ACROSS = {
 
 def worlds_of(optimizer: torch.optim.Optimizer) -> dict[int, World]:
     """The ranks over which each partitioned parameter of an optimizer is cut, by the parameter's id."""
-    engines = [engine for engine in live_engines() if engine.world.partitions or _is_streamed(engine.world)]
-    is_streamed = any(_is_streamed(engine.world) for engine in engines)
-    # A process alone has plain parameters, whose states may be on a disk all the same.
-    params = [p for p in params_of(optimizer) if isinstance(p, DTensor) or is_streamed]
+    engines = [engine for engine in live_engines() if engine.world.partitions or _minds(optimizer, engine.world)]
+    # A process alone has plain parameters, whose states may be elsewhere all the same.
+    is_elsewhere = any(_minds(optimizer, engine.world) for engine in engines)
+    params = [p for p in params_of(optimizer) if isinstance(p, DTensor) or is_elsewhere]
     return {id(param): engine.world for engine in engines for param in params if engine.find(param) is not None}
 
 
@@ -54,7 +55,8 @@ def stepping_of(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -
     stepping = vars(optimizer).get(STEPPING)
     if isinstance(stepping, Stepping):  # a copy has None
         stepping.abandon()
-    if not isinstance(stepping, Stepping) or not stepping.fits(offload):
+    steps_on_host = any(world.steps_on_host for world in worlds.values())
+    if not isinstance(stepping, Stepping) or not stepping.fits(offload, steps_on_host):
         vars(optimizer)[STEPPING] = stepping = _choose(optimizer, worlds)
     stepping.hear_of(optimizer, worlds)
     return stepping
@@ -63,13 +65,14 @@ def stepping_of(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -
 def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> Stepping:
     _refuse_across_parameters(optimizer)
     wanted, offload = _agreed(optimizer, worlds, "optimizer_on"), _agreed(optimizer, worlds, "offload")
-    on_rows = wanted == "rows" or (wanted != "whole" and is_elementwise(optimizer))
+    on_rows = _goes_by_rows(optimizer, wanted)
     if offload.optimizer == "disk":
         _refuse_streaming(optimizer, on_rows)
         return DiskStepping(offload)
+    steps_on_host = any(world.steps_on_host for world in worlds.values())
     if on_rows:
-        return RowStepping()
-    if any(world.steps_on_host for world in worlds.values()):
+        return HostStepping() if steps_on_host else RowStepping()
+    if steps_on_host:
         raise UsageError(
             f"offload.optimizer is host, but {type(optimizer).__module__}.{type(optimizer).__qualname__} steps on whole "
             "parameters, each on one rank (optimizer_on), which do not travel from host memory: use an elementwise optimizer "
@@ -79,8 +82,14 @@ def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> St
     return OwnerStepping(optimizer)
 
 
-def _is_streamed(world: World) -> bool:
-    return world.config.offload.optimizer == "disk"
+def _minds(optimizer: torch.optim.Optimizer, world: World) -> bool:
+    """Whether a process alone sees to a step, too: streams it from a disk, or sends it up to a device in parts."""
+    is_on_host = world.steps_on_host and _goes_by_rows(optimizer, world.config.optimizer_on)
+    return world.config.offload.optimizer == "disk" or is_on_host
+
+
+def _goes_by_rows(optimizer: torch.optim.Optimizer, wanted: str) -> bool:
+    return wanted == "rows" or (wanted != "whole" and is_elementwise(optimizer))
 
 
 def _agreed(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World], key: str) -> Any:

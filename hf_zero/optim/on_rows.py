@@ -33,7 +33,7 @@ class RowStepping(Stepping):
         # id(parameter) -> what a plain parameter was made for, and the plain one
         self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
-    def begin(self, call: StepCall) -> Arguments:
+    def begin(self, call: StepCall) -> Arguments | None:
         """See `Stepping.begin`."""
         choose_fused(call.optimizer)
         return self._begin(call, RowStep)

@@ -66,8 +66,8 @@ class Stepping:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def begin(self, call: StepCall) -> Arguments:
-        """Prepare a step, and say with what torch is to run it: the optimizer's stand-in first."""
+    def begin(self, call: StepCall) -> Arguments | None:
+        """Prepare a step, and say with what torch is to run it: the optimizer's stand-in first. None: with the optimizer."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -79,9 +79,9 @@ class Stepping:
     def abandon(self) -> None:
         """Let go of what a step that has raised still uses."""
 
-    def fits(self, offload: Offload) -> bool:
+    def fits(self, offload: Offload, steps_on_host: bool) -> bool:
         """Whether it serves this configuration still: the model may have been partitioned anew."""
-        return offload.optimizer != "disk"
+        return offload.optimizer != "disk" and not steps_on_host
 
     def hear_of(self, optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> None:
         """See to partitioned parameters that the optimizer holds now and may not have held before."""

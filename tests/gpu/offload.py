@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero.engine.parameters import on_host
+from hf_zero.engine.parameters.host_rows import HostRows
 from hf_zero.host import cores as host_cores
 from hf_zero.host import memory as host_memory
+from hf_zero.optim.offloaded import to_host
 from tests.gpu.training import BLOCKS, LLAMA, STEPS, adamw, batch_of, train
 from tests.models import make_model
 
@@ -207,6 +211,60 @@ def offload_scaled(device: torch.device) -> dict[str, Any]:
     return {}
 
 
+def offload_in_chunks(device: torch.device) -> dict[str, Any]:
+    """A step on the host comes to one unit after the other, as forwards do, and each goes up before the next is stepped on."""
+    if device.type == "cpu":
+        return {}
+    for stage, dtype in itertools.product((1, 2, 3), ("float32", "bfloat16")):
+        config = {"stage": stage, "compute_dtype": dtype}
+        expected = trained(device, config).cpu()
+        for place in places(stage):
+            with patch.object(to_host, "_CHUNK_BYTES", 1), _recorded(device) as seen:
+                found = trained(device, {**config, "offload": place}).cpu()
+            assert torch.equal(found, expected), (config, place, found, expected)
+            _check_order(seen, stays_on_host=stage == 3 and place == ALL_ON_HOST)
+    with (
+        patch.object(to_host, "_CHUNK_BYTES", 1),
+        patch.object(to_host.HostStep, "_done", lambda *_: None),  # all go up at the end: this is to be seen
+        _recorded(device) as seen,
+    ):
+        assert torch.equal(trained(device, {**config, "offload": HOST}).cpu(), expected)
+    with pytest.raises(AssertionError):
+        _check_order(seen, stays_on_host=False)
+    return {}
+
+
+@contextlib.contextmanager
+def _recorded(device: torch.device) -> Iterator[list[tuple[str, int]]]:
+    """What is stepped on, and what is copied for the way up: with how much was queued on the device before."""
+    seen: list[tuple[str, int]] = []
+    counts = getattr(torch.get_device_module(device), "counts", lambda: {"tasks of the computation": len(seen)})
+    step, refresh = torch._fused_adamw_, HostRows.refresh
+
+    def stepped(*args: Any, **kwargs: Any) -> None:
+        seen.append(("step", counts()["tasks of the computation"]))
+        step(*args, **kwargs)
+        seen.append(("stepped", counts()["tasks of the computation"]))
+
+    def refreshed(rows: HostRows, param: Tensor) -> None:
+        seen.append(("refresh", counts()["tasks of the computation"]))
+        refresh(rows, param)
+
+    with patch.object(torch, "_fused_adamw_", stepped), patch.object(HostRows, "refresh", refreshed):
+        yield seen
+
+
+def _check_order(seen: list[tuple[str, int]], stays_on_host: bool) -> None:
+    steps = [place for place, (kind, _) in enumerate(seen) if kind == "step"]
+    num_chunks = len(steps) // STEPS
+    assert num_chunks > 3, seen
+    steps = steps[-num_chunks * STEPS :]  # behind those on tiny parameters, that tell which states there will be
+    for number, (before, after) in enumerate(itertools.pairwise(steps)):
+        if (number + 1) % num_chunks:
+            assert "refresh" in [kind for kind, _ in seen[before + 2 : after]], seen[before : after + 1]
+            assert stays_on_host or seen[after][1] > seen[before + 1][1], seen[before : after + 1]
+
+
 def offload_threads(device: torch.device) -> dict[str, Any]:
     """A step on the host takes this process's share of the cores, fused also on one rank, and gives them back."""
     if device.type == "cpu":
@@ -232,10 +290,19 @@ def offload_threads(device: torch.device) -> dict[str, Any]:
 
 def _counted(step: Any, seen: list[int]) -> Any:
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(torch.get_num_threads())
+        if len(self.param_groups[0]["params"]) > 1:  # not on a tiny one, to see which states there will be
+            seen.append(torch.get_num_threads())
         return step(self, *args, **kwargs)
 
     return counted
 
 
-OF_TWO = (offload, offload_threads, offload_scaled, offload_in_parts, offload_is_refused, offload_resumed)
+OF_TWO = (
+    offload,
+    offload_in_chunks,
+    offload_threads,
+    offload_scaled,
+    offload_in_parts,
+    offload_is_refused,
+    offload_resumed,
+)

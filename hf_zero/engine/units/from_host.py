@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hf_zero.engine.parameters.host_rows import HostRows
+from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.units.memory import Slot
 from hf_zero.host.cores import on_all_cores
 
@@ -61,6 +62,30 @@ def going_up(slots: Sequence[Slot], device: torch.device) -> Iterator[Upload]:
         event.record(up)
     for slot in slots:
         _rows_of(slot).note_copies(event)
+
+
+def go_ahead(parameters: Sequence[ZeroParameter], device: torch.device) -> None:
+    """Rows that have changed go as far as they can before they are gathered: beside the step on those that are still to change.
+
+    Args:
+        parameters: at rest in host memory.
+        device: of their unit.
+    """
+    changed = [(p, rows) for p in parameters if (rows := p.host) is not None and rows.has_changed(p.param)]
+    with on_all_cores():
+        for p, rows in changed:
+            rows.refresh(p.param)
+    staying = [(rows, rows.kept) for _, rows in changed if rows.kept is not None]
+    if not staying:
+        return
+    up, event = _stream(device), torch.Event(device)
+    up.wait_stream(torch.accelerator.current_stream(device))
+    with up, torch.no_grad():
+        for rows, kept in staying:
+            kept.copy_(rows.sent, non_blocking=True)
+        event.record(up)
+    for rows, _ in staying:
+        rows.note_copies(event)
 
 
 def _rows_of(slot: Slot) -> HostRows:

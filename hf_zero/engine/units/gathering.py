@@ -66,6 +66,7 @@ class Gathering:
         self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
         self._stepping: object = None  # the optimizer whose step is under way, and its thread
         self._stepping_on = 0
+        self._stepped: set[ZeroParameter] = set()  # what the step under way is done with, and has told
         self._has_read = False  # since ranks last met before a change of parameters
 
     # --- gathers and releases -----------------------------------------------------------------------------------
@@ -239,6 +240,7 @@ class Gathering:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
         self._before_write("the optimizer's step")
         self.changes.begun += 1
+        self._stepped.clear()  # of a step that has raised
         self._stepping, self._stepping_on = optimizer, threading.get_ident()
 
     def whole_at_hand(self, unit: Unit, p: ZeroParameter) -> Tensor | None:
@@ -261,10 +263,22 @@ class Gathering:
         if any(unit.is_shared for unit in self.units):
             self._world.shards.before_write(what)
 
+    def by_first_use(self) -> list[list[ZeroParameter]]:
+        """The parameters by unit, in the order in which a forward first needs them, the same on every rank."""
+        return [self.units[index].parameters for index in first_uses(self.reductions.units)]
+
+    def during_step(self, done: list[ZeroParameter]) -> None:
+        """An optimizer's step, which goes on, is done with these parameters, on every rank."""
+        self.on_rows_changed(done)
+        self._stepped.update(done)
+
     def after_step(self, held: list[ZeroParameter]) -> None:
         """An optimizer that holds these parameters has stepped, on every rank."""
         self.num_steps += bool(held)
-        self.on_rows_changed(p for p in held if p.param.requires_grad or p.param.grad is not None)
+        stepped = self._stepped.difference(self._edited)
+        self._stepped.clear()
+        held_now = [p for p in held if p not in stepped]
+        self.on_rows_changed(p for p in held_now if p.param.requires_grad or p.param.grad is not None)
         self._stepping = None
         if held:
             self.drop()  # also units without anything that has changed

@@ -24,7 +24,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.from_host import Upload, going_up
+from hf_zero.engine.units.from_host import Upload, go_ahead, going_up
 from hf_zero.engine.units.memory import GatheredMemory, Slot, fill_own_rows, release_rows
 from hf_zero.engine.units.residency import NEXT, Lease, LiveCall, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
@@ -384,6 +384,8 @@ class Unit:
         for p in parameters:
             if p.host is not None:
                 p.host.is_stale = True
+        if not self.keeps_whole:
+            go_ahead([p for p in parameters if p.host is not None], self._world.device)
         if self.keeps_whole:
             self.start_gather(parameters)
             if torch_compat.is_profiling():

@@ -53,16 +53,17 @@ class DiskStepping(Stepping):
             self._slots = self._slots or [StepMemory(offload.slot_bytes) for _ in range(offload.slots)]
             self._transfers = self._transfers or Transfers()
             step = StreamedStep(call.optimizer, self.states, self._slots, self._transfers, params, args, kwargs)
+            stand_in = step.run()
         self._under_way = step
-        return (step.stand_in, *args), kwargs
+        return (stand_in, *args), kwargs
 
     def abandon(self) -> None:
         """Wait for what a step that has raised still reads and writes, since the next one uses its slots."""
         if self._under_way is not None:
-            self._under_way.wait_for_all()
+            self._under_way.abandon()
             self._under_way = None
 
-    def fits(self, offload: Offload) -> bool:
+    def fits(self, offload: Offload, steps_on_host: bool) -> bool:
         """See `Stepping.fits`."""
         return self.states.offload == offload
 

@@ -85,6 +85,7 @@ def register() -> Any:
     module.stream = lambda stream: stream or contextlib.nullcontext()
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
     module.set_sync_debug_mode = lambda mode: built.forbid_syncs(mode == "error")
+    module.counts = built.counts
     for name in _COUNTS:
         setattr(module, name, lambda device=None, read=getattr(built, name): read(_index(device)))
     torch._register_device_module("sim", module)
