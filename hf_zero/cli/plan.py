@@ -20,19 +20,13 @@ if TYPE_CHECKING:
 
     from hf_zero.plan.activations import Kept
     from hf_zero.plan.memory import Holding, Setting
+    from hf_zero.plan.scale import HostMemory
     from hf_zero.plan.shapes import ModelShape
 
 _MARGIN = 0.9  # of a device's memory: the rest is for its context, workspaces and fragments
 _MOST_RANKS = 2**14
 _USUAL_RANKS_A_HOST = 8
 _WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
-_COLOURS = {
-    "parameters": "#4C72B0",
-    "gradients": "#DD8452",
-    "optimizer": "#55A868",
-    "gathered": "#8172B3",
-    "activations": "#C44E52",
-}
 
 
 @dataclass(frozen=True)
@@ -122,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
+    from hf_zero.cli.drawing import draw
     from hf_zero.plan.scale import told
     from hf_zero.plan.shapes import meta_model, shapes_of, with_adapters
 
@@ -134,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join([_model_told(model, shape), *_told(shape, rows, args)]))
     chosen = next((row for row in rows if _fits(row, args)), None)
     if args.scale:
-        print("\n" + "\n".join(told(shape, (chosen if chosen and args.gpu_memory else rows[-1]).setting, _size)))
+        has_limit = args.gpu_memory is not None or args.host_memory is not None
+        print("\n" + "\n".join(told(shape, (chosen if chosen and has_limit else rows[-1]).setting, _size, _host(args))))
     if args.plot is not None:
         draw(shape, rows, args.plot)
         print(f"Drawn in {args.plot}.")
@@ -283,6 +279,14 @@ def _fits_host(row: Row, args: argparse.Namespace) -> bool:
     return bool(args.host_memory is None or row.holding.on_host * _on_a_host(args) <= _MARGIN * args.host_memory)
 
 
+def _host(args: argparse.Namespace) -> HostMemory | None:
+    from hf_zero.plan.scale import HostMemory
+
+    if args.host_memory is None:
+        return None
+    return HostMemory(_MARGIN * args.host_memory, args.ranks_per_host or _USUAL_RANKS_A_HOST)
+
+
 def _on_a_host(args: argparse.Namespace) -> int:
     """Ranks that share a host's memory."""
     return int(min(args.ranks, args.ranks_per_host or _USUAL_RANKS_A_HOST))
@@ -369,27 +373,6 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
     if row.checkpoints:
         text += "# With the Trainer's gradient_checkpointing=True.\n"
     path.write_text(text)
-
-
-def draw(shape: ModelShape, rows: list[Row], path: Path) -> None:
-    """Stacked bars of what a rank holds, one for each row."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(1.5 + 1.2 * len(rows), 4))
-    bottoms = [0.0] * len(rows)
-    for kind, colour in _COLOURS.items():
-        heights = [getattr(row.holding, kind) / 2**30 for row in rows]
-        axes.bar([row.name.replace(", ", "\n") for row in rows], heights, bottom=bottoms, label=kind, color=colour)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set_ylabel("GiB a rank")
-    axes.set_title(f"{shape.name}, {shape.numel / 1e9:.2f} B parameters, {rows[0].setting.num_ranks} ranks")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _size(num_bytes: float) -> str:

@@ -29,6 +29,7 @@ class AtScale:
         traffic: bytes that a rank receives in a step.
         message: bytes of the median unit that one rank gives to another.
         control: messages that a rank sends in a micro-batch for agreement with all others.
+        on_host: bytes of a rank in host memory, beside a device.
         sockets: that a rank has open to others for agreements, with gloo: on devices, to those that it talks to; ranks on
             CPUs exchange rows over the same group, which connects each with every other.
     """
@@ -40,6 +41,7 @@ class AtScale:
     message: int
     control: int
     sockets: int
+    on_host: int = 0
 
     def limits(self) -> list[str]:
         """What stands in the way of this many ranks."""
@@ -51,6 +53,23 @@ class AtScale:
         if self.message < _SMALL_MESSAGE:
             found.append(f"messages of {self.message / 2**10:.1f} KiB, which cost more latency than bandwidth")
         return found
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What one host offers beside its devices.
+
+    Attributes:
+        num_bytes: that may be taken.
+        num_ranks: at most, that share them.
+    """
+
+    num_bytes: float
+    num_ranks: int
+
+    def needed(self, row: AtScale) -> int:
+        """Bytes that the ranks of a host take."""
+        return row.on_host * min(row.num_ranks, self.num_ranks)
 
 
 def at_scale(model: ModelShape, setting: Setting) -> list[AtScale]:
@@ -70,6 +89,7 @@ def at_scale(model: ModelShape, setting: Setting) -> list[AtScale]:
                 sizes[len(sizes) // 2] // now.num_shards,
                 messages_of(num_ranks, num_values_agreed(len(model.parameters))),
                 _sockets(num_ranks, setting.config.exchange == "native"),
+                held.on_host,
             )
         )
     return found
@@ -81,18 +101,28 @@ def _sockets(num_ranks: int, is_on_device: bool) -> int:
     return min(to_all, 2 * to_all.bit_length()) if is_on_device and num_ranks > FEW_RANKS else to_all
 
 
-def told(model: ModelShape, setting: Setting, size: Callable[[float], str]) -> list[str]:
+def told(
+    model: ModelShape, setting: Setting, size: Callable[[float], str], host: HostMemory | None = None
+) -> list[str]:
     """The table, and which limit comes first.
 
     Args:
         model: its shapes.
         setting: how it is trained; its number of ranks does not count.
         size: writes bytes.
+        host: what rests in its memory is shown, too.
     """
     found = at_scale(model, setting)
-    table: list[tuple[str, ...]] = [
-        (f"stage {setting.config.stage} on", "states", "balance", "received a step", "a message", "control", "sockets")
-    ]
+    head = (
+        f"stage {setting.config.stage} on",
+        "states",
+        "balance",
+        "received a step",
+        "a message",
+        "control",
+        "sockets",
+    )
+    table: list[tuple[str, ...]] = [(*head, *(["on a host"] if host else []))]
     for row in found:
         table.append(
             (
@@ -103,6 +133,7 @@ def told(model: ModelShape, setting: Setting, size: Callable[[float], str]) -> l
                 f"{row.message / 2**10:,.1f} KiB",
                 f"{row.control:,}",
                 f"{row.sockets:,}",
+                *([size(host.needed(row))] if host else []),
             )
         )
     first = next((row for row in found if row.limits()), None)
@@ -111,8 +142,16 @@ def told(model: ModelShape, setting: Setting, size: Callable[[float], str]) -> l
         aligned(table, "<>", margin="  "),
         "",
         f"What limits first: {what}",
+        *([_told_of_host(found, host, size)] if host else []),
         "balance: the greatest rank over the mean. A message: of the median unit, from one rank to another. control: messages\n"
         "that a rank sends in a micro-batch to agree with all others. sockets: of one rank, for that: on GPUs\n"
         "(collectives: native) to the few that it talks to, on CPUs to all others.\n"
         "The files of a checkpoint do not depend on the ranks, but for the random states, one a rank.",
     ]
+
+
+def _told_of_host(found: list[AtScale], host: HostMemory, size: Callable[[float], str]) -> str:
+    first = next((row for row in found if host.needed(row) <= host.num_bytes), None)
+    if first is None:
+        return f"Host memory: too little for {host.num_ranks} ranks a host, up to here."
+    return f"Host memory: enough from {first.num_ranks:,} ranks on, which need {size(host.needed(first))} on a host."

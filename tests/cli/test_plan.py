@@ -125,6 +125,19 @@ def test_ranks_of_a_host_share_its_memory(tmp_path: Path, capsys: pytest.Capture
     assert _plan(capsys, options[0], "--ranks-per-host", "2")[1].endswith("--host-memory: give that, too\n")
 
 
+def test_more_ranks_with_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [_seven_billion(tmp_path), "--ranks", "8", "--gpu-memory", "10GB", "--scale"]
+    code, text = _plan(capsys, *options, "--host-memory", "160GB")
+    shown = {line.split(" ranks")[0].strip(): line.split() for line in text.splitlines() if " ranks  " in line}
+    setting = Setting(ZeroConfig(stage=3, compute_dtype="bfloat16", collectives="native", offload=Offload("host")), 64)
+    held = predict(shapes_of(meta_model(options[0])), setting)
+    assert code == 0 and held.on_host > 0
+    assert shown["64"][-2:] == [f"{8 * held.on_host / 2**30:.2f}", "GiB"]
+    assert "Host memory: enough from 8 ranks on, which need " in text
+    assert "Host memory: enough from 64 ranks on, which need " in _plan(capsys, *options, "--host-memory", "60GB")[1]
+    assert "on a host" not in _plan(capsys, *options[:-1])[1]
+
+
 def test_what_rests_on_a_host_is_counted_there() -> None:
     shape = shapes_of(meta_model("llama-34m"))
     for stage, place, ranks, on_host, on_device in (
