@@ -180,10 +180,30 @@ def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) 
     if setting.accumulates:
         begin = max(begin, middle) if policy.shards_gradients else max(begin, kept.total + before + on_way)
     if states.rows_from_device:
-        # What comes down is held until it is there: at most a bucket, or a unit and the next.
-        down = min(states.rows_from_device, max(config.bucket_bytes, 2 * largest * 2 // ranks))
-        end, middle = end + down + (largest if ranks == 1 else 0), middle + down / 2
+        middle = end = before + gathered + _coming_down(model, setting, states, largest)
+        middle += kept.total / 2
     return round(stays + max(begin, middle, end))
+
+
+def _coming_down(model: ModelShape, setting: Setting, states: ModelStates, largest: int) -> float:
+    """Gradients that a device has, of which the rows come down, from the second unit of a backward on.
+
+    One unit's as autograd makes them; what is reduced, with its rows; and rows on their way, held until they are there. On one
+    rank what is reduced are the rows, and the next unit's are copied before those are let go.
+    """
+    config, ranks = setting.config, setting.num_shards
+    precision = Precision.from_config(config)
+    of = max((p for unit in model.units for p in unit.parameters), key=lambda p: p.numel).dtype
+    compute = precision.compute_for(of)
+    per_byte = precision.gradient_dtypes(compute, False, False).summed.itemsize / compute.itemsize
+    whole = states.rows_from_device * ranks
+    reduced = min(largest * per_byte, whole)
+    bucket = max(config.bucket_bytes, reduced)
+    made = min(largest, whole / per_byte)
+    if ranks == 1:
+        return made + min(whole, reduced + 2 * bucket)
+    down = min(states.rows_from_device, max(config.bucket_bytes, reduced / ranks))
+    return made + min(whole, bucket) * (1 + 1 / ranks) + down
 
 
 def balance(model: ModelShape, setting: Setting) -> float:

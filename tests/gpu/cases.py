@@ -29,7 +29,7 @@ from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.models import config_of
 from hf_zero.plan.shapes import meta_model, shapes_of
-from tests.gpu import hazards, offload, offload_doors, ordinary
+from tests.gpu import hazards, offload, offload_doors, offload_measured, ordinary
 from tests.gpu.training import BLOCKS, LLAMA, STAGES, adamw, batch_of, furthest, train
 from tests.models import Stack, make_model, stack_batch
 
@@ -266,7 +266,15 @@ def memory(device: torch.device) -> dict[str, Any]:
 _HERE = (parity, syncs, delays, recomputation, bf16, compiled, moved, resume, background, late, memory)
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each
-    for each in (*_HERE, *hazards.OF_TWO, *offload.OF_TWO, *offload_doors.OF_TWO, *ordinary.OF_TWO, *hazards.OF_FOUR)
+    for each in (
+        *_HERE,
+        *hazards.OF_TWO,
+        *offload.OF_TWO,
+        *offload_doors.OF_TWO,
+        *offload_measured.OF_TWO,
+        *ordinary.OF_TWO,
+        *hazards.OF_FOUR,
+    )
 }
 CASES_OF_FOUR = [each.__name__ for each in hazards.OF_FOUR]
 CASES_OF_TWO = [name for name in CASES if name not in CASES_OF_FOUR]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.bench.gpu.run import ON_ONE_DEVICE
-from tests.gpu import offload, offload_doors, ordinary
+from tests.gpu import offload, offload_doors, offload_measured, ordinary
 from tests.gpu.cases import CASES_OF_FOUR, CASES_OF_TWO, NEED_A_FOLDER, run
 from tests.gpu.mistakes import MISTAKES
 from tests.ranks import ENVIRONMENT, on_ranks
@@ -26,7 +26,7 @@ _BY_HAND = {
     "bf16",
     "compiled",
     "recomputation",
-    *(each.__name__ for each in (*offload.OF_TWO, *offload_doors.OF_TWO, *ordinary.OF_TWO)),
+    *(each.__name__ for each in (*offload.OF_TWO, *offload_doors.OF_TWO, *offload_measured.OF_TWO, *ordinary.OF_TWO)),
 }  # on CPUs, other tests show the same
 
 
@@ -91,7 +91,16 @@ def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("late_device")
 @pytest.mark.parametrize(
-    "name", ["offload", "offload_in_parts", "offload_is_refused", "offload_threads", "offload_scaled", "offload_doors"]
+    "name",
+    [
+        "offload",
+        "offload_in_chunks",
+        "offload_in_parts",
+        "offload_is_refused",
+        "offload_threads",
+        "offload_scaled",
+        "offload_doors",
+    ],
 )
 def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
     shown = _launched(name, tmp_path, ["tests.gpu.late.run", name, "late,early"], num_ranks=1)

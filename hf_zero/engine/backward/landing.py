@@ -3,7 +3,8 @@
 [Note: on the way down] A unit's reduced rows are copied in a stream of their own, which waits for what has computed them. The
 device keeps them until they are down: when the next unit's rows come, the compute stream waits for those of the unit before, so
 that one unit's are on their way beside the computation of the next. What comes first of a parameter comes down where it stays;
-what is added to a gradient that is there comes into a few rooms, from which it is added. Nobody sees a gradient before
+what is added to a gradient that is there comes into a few rooms, side by side, from which it is added: at the end, or once the
+rooms are full, so that the host does not wait for each of them. Nobody sees a gradient before
 the backward's end, which waits for all of them, once.
 """
 
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.host_rows import wait_for_computation
 from hf_zero.engine.parameters.records import ZeroParameter, rows_at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.host.cores import on_all_cores
 from hf_zero.host.memory import rooms
 
 _ROOM_BYTES = 64 * 2**20
+_ALIGNMENT = 64
 _NUM_ROOMS = 4
 
 
@@ -45,13 +48,44 @@ class _Descent:
 
 
 @dataclass(eq=False)
-class _Part:
-    """What has come, or comes, into a room, and is to be added to a part of a gradient."""
+class _Room:
+    """Memory that parts of gradients come into, side by side.
 
-    event: torch.Event
-    room: Tensor
+    Attributes:
+        memory: bytes.
+        used: so many from the start are taken.
+        num_parts: that are still to be added.
+    """
+
+    memory: Tensor
+    used: int = 0
+    num_parts: int = 0
+
+    def has_space(self, num_bytes: int) -> bool:
+        """Whether a part of so many bytes fits."""
+        return self.used + num_bytes <= self.memory.nbytes
+
+    def place(self, values: Tensor) -> Tensor:
+        """Where values are to come."""
+        landed = self.memory[self.used : self.used + values.nbytes].view(values.dtype)
+        self.used += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_parts += 1
+        return landed
+
+    def leave(self) -> None:
+        """A part has been added; who is the last leaves it empty."""
+        self.num_parts -= 1
+        self.used = self.used if self.num_parts else 0
+
+
+@dataclass(eq=False)
+class _Part:
+    """What has come, or comes, into a room, and is to be added to a part of a gradient; it is there when `event` has passed."""
+
+    room: _Room
     values: Tensor
     target: Tensor
+    event: torch.Event | None = None
 
 
 class Landing:
@@ -66,8 +100,8 @@ class Landing:
         self._descents: deque[_Descent] = deque()
         self._parts: deque[_Part] = deque()
         self._first: dict[ZeroParameter, Tensor] = {}  # what becomes a gradient at the end
-        self._free: list[Tensor] = []  # rooms
-        self._num_rooms = 0
+        self._unmarked: list[_Part] = []  # the last of them, behind which no event is yet
+        self._rooms: list[_Room] = []
         self._last: torch.Event | None = None
 
     def take(self, results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
@@ -79,12 +113,11 @@ class Landing:
         compute, down = torch.accelerator.current_stream(self._world.device), _stream(self._world.device)
         parts = [(p, p.gradient_rows(flat)) for p, flat in results]
         found = [(p, rows) for (p, _), rows in zip(parts, rows_at_rest(parts), strict=True)]
-        event = torch.Event(self._world.device)
-        down.wait_stream(compute)
+        wait_for_computation(down, self._world.device)
         with down, torch.no_grad():
             for p, rows in found:
                 self._start(p, rows)
-            event.record(down)
+        event = self._mark()
         self._descents.append(_Descent(event, [rows for _, rows in found]))
         self._last = event
         limit = self._world.config.bucket_bytes
@@ -105,9 +138,9 @@ class Landing:
 
     def abandon(self) -> None:
         """The backward broke off: drop what is under way, once nothing writes to its rooms."""
-        if self._last is not None:
-            self._last.synchronize()
-        self._free += [part.room for part in self._parts]
+        self._mark().synchronize()
+        for part in self._parts:
+            part.room.leave()
         self._parts.clear()
         self._descents.clear()
         self._first.clear()
@@ -143,29 +176,40 @@ class Landing:
         return room
 
     def _start_part(self, values: Tensor, target: Tensor) -> None:
-        room = self._free_room()
-        landed = room[: values.nbytes].view(values.dtype)
-        landed.copy_(values, non_blocking=True)
+        room = self._room_with_space(values.nbytes)
+        part = _Part(room, room.place(values), target)
+        part.values.copy_(values, non_blocking=True)
+        self._parts.append(part)
+        self._unmarked.append(part)
+
+    def _mark(self) -> torch.Event:
+        """An event behind all that has been queued."""
         event = torch.Event(self._world.device)
         event.record(_stream(self._world.device))
-        self._parts.append(_Part(event, room, landed, target))
+        for part in self._unmarked:
+            part.event = event
+        self._unmarked.clear()
+        return event
 
-    def _free_room(self) -> Tensor:
-        """A room that nothing comes into, and nobody adds from; large enough for every part."""
-        if not self._free and self._num_rooms < _NUM_ROOMS:
-            self._num_rooms += 1
-            self._free += rooms([((_ROOM_BYTES,), torch.uint8)], self._world.config.offload.pin)
-        while not self._free:
-            self._add_part()
-        return self._free.pop()
+    def _room_with_space(self, num_bytes: int) -> _Room:
+        while (room := next((each for each in self._rooms if each.has_space(num_bytes)), None)) is None:
+            if len(self._rooms) < _NUM_ROOMS:
+                (memory,) = rooms([((_ROOM_BYTES,), torch.uint8)], self._world.config.offload.pin)
+                self._rooms.append(_Room(memory))
+            else:
+                self._add_part()
+        return room
 
     def _add_part(self) -> None:
         part = self._parts.popleft()
+        if part.event is None:
+            self._mark()
+        assert part.event is not None
         if not part.event.query():
             part.event.synchronize()
         with torch.no_grad(), on_all_cores():
             part.target.add_(part.values)
-        self._free.append(part.room)
+        part.room.leave()
 
 
 def landing_of(world: World) -> Landing | None:

@@ -20,6 +20,11 @@ from hf_zero import torch_compat
 HOST_ROWS = "_zero_host_rows"
 
 
+def wait_for_computation(copies: torch.Stream, device: torch.device) -> None:
+    """Let a stream of copies wait for what is queued on the device now."""
+    copies.wait_stream(torch.accelerator.current_stream(device))
+
+
 class HostRows:
     """What a parameter at rest in host memory exchanges with the device.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_zero.engine.parameters.host_rows import HostRows
+from hf_zero.engine.parameters.host_rows import HostRows, wait_for_computation
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.units.memory import Slot
 from hf_zero.host.cores import on_all_cores
@@ -48,7 +48,7 @@ def going_up(slots: Sequence[Slot], device: torch.device) -> Iterator[Upload]:
         for slot in changed:
             _rows_of(slot).refresh(slot.parameter.param)
     up, event = _stream(device), torch.Event(device)
-    up.wait_stream(torch.accelerator.current_stream(device))
+    wait_for_computation(up, device)
     with up, torch.no_grad():
         for slot in slots:
             rows = _rows_of(slot)
@@ -79,7 +79,7 @@ def go_ahead(parameters: Sequence[ZeroParameter], device: torch.device) -> None:
     if not staying:
         return
     up, event = _stream(device), torch.Event(device)
-    up.wait_stream(torch.accelerator.current_stream(device))
+    wait_for_computation(up, device)
     with up, torch.no_grad():
         for rows, kept in staying:
             kept.copy_(rows.sent, non_blocking=True)

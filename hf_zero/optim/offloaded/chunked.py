@@ -209,6 +209,7 @@ class ChunkedStep:
                 self.optimizer.state[param] = state[param]
         self._done(index)
         for piece in self.chunks[index]:
+            _let_go(piece.plain)
             piece.plain, piece.inputs = None, {}
 
     def _kept_states(self, index: int, piece: Piece, made: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -249,6 +250,8 @@ class ChunkedStep:
                 self._keep_states(param, kept)
         for param in self._dropped.values():
             param.grad = None
+        for plain in self._rows.values():
+            _let_go(plain)
 
     def _keep_states(self, param: Tensor, kept: Mapping[Any, Any]) -> None:
         state, places = self.optimizer.state[param], self._places_of(param)
@@ -278,3 +281,10 @@ class ChunkedStep:
             for key, value in changed.items():
                 if key != "params" and key in group and is_plain_data(value) and is_plain_data(group[key]):
                     changed[key] = written_back(group[key], value)
+
+
+def _let_go(plain: nn.Parameter | None) -> None:
+    """Let a stand-in, which circles of references may keep, no longer hold the memory of rows: who else does is counted."""
+    if plain is not None:
+        plain.grad = None
+        plain.data = plain.data.new_empty(0)
