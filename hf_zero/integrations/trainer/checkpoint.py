@@ -27,7 +27,7 @@ from hf_zero.checkpoint.files.rotation import remove_oldest
 from hf_zero.checkpoint.files.stored import whole_name
 from hf_zero.checkpoint.model_state import read_model
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
-from hf_zero.checkpoint.ranks.background import background_of, wait_for
+from hf_zero.checkpoint.ranks.background import WRITING_S, background_of, wait_for
 from hf_zero.checkpoint.ranks.cooperative import read_plan, write_plan
 from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.engine import ZeroEngine, engine_of
@@ -84,7 +84,6 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     staged = StagedCheckpoint(
         Path(trainer._get_output_dir(trial=trial), name), engine.world, background_of(engine.world)
     )
-    run = staged.final.parent
     best_before = trainer.state.best_model_checkpoint
     with staged.filling(), _into(trainer, staged):
         original(trainer, model, trial)
@@ -98,16 +97,20 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         config=json.loads(json.dumps(world.config.to_dict(), default=str)),
     )
     try:
-        staged.commit(manifest, after=functools.partial(_rotate, trainer, run, world))
+        staged.commit(manifest, after=functools.partial(_push_and_rotate, trainer, staged.final, world))
     except CheckpointError:
         trainer.state.best_model_checkpoint = best_before
         raise
 
 
-def _rotate(trainer: Any, run: Path, world: World) -> None:
+def _push_and_rotate(trainer: Any, folder: Path, world: World) -> None:
+    """What the Trainer does with a checkpoint once it is there."""
+    if trainer.args.push_to_hub:
+        with world.together(f"pushing {folder} to the hub", CheckpointError, WRITING_S):
+            trainer._push_from_checkpoint(str(folder))  # on rank 0
     if world.rank == 0:
-        with tidying(f"old checkpoints in {run}"):
-            _remove_old(trainer, run)
+        with tidying(f"old checkpoints in {folder.parent}"):
+            _remove_old(trainer, folder.parent)
 
 
 @contextmanager
@@ -127,6 +130,7 @@ def _into(trainer: Any, staged: StagedCheckpoint) -> Iterator[None]:
         for name in names:
             changes.replace(trainer, name, guarded(getattr(trainer, name)))
         changes.replace(trainer, "_get_output_dir", lambda trial=None: str(staged.outer))
+        changes.replace(trainer, "_push_from_checkpoint", lambda folder: None)  # uploads read it on a thread, later
         yield
 
 

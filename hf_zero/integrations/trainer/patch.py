@@ -3,8 +3,9 @@
 Nothing changes for a Trainer whose arguments, callbacks and model have nothing to do with hf_zero. These are wrapped:
 
 - `__init__`: before it runs, the model gets its engine (a Trainer reads at construction whether a model is sharded), what
-  cannot work is refused, a user's optimizer is rebound, and the callback is attached. After it, fp16 gets its loss scaler.
-  Subclasses such as TRL's get here too, with their final model.
+  cannot work is refused, a user's optimizer is rebound, and the callback is attached. Subclasses such as TRL's get here
+  too, with their final model.
+- `create_accelerator_and_postprocess`: fp16 gets its loss scaler; a hyperparameter search makes an accelerator each trial.
 - `call_model_init`: the model of `model_init` gets its engine.
 - `train`: finds and verifies the checkpoint to resume from.
 - `save_model`, before transformers 5.23: adapters are saved by all ranks, as everything else is.
@@ -59,6 +60,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
     vllm_weights.install()
     wrappers: dict[str, Callable[..., Any]] = {
         "__init__": functools.partial(_wrap_init, prepare_model=prepare_model, callback=callback),
+        "create_accelerator_and_postprocess": _wrap_create_accelerator,
         "call_model_init": functools.partial(_wrap_call_model_init, prepare_model=prepare_model),
         "train": _wrap_train,
         "_save": _wrap_save,
@@ -92,14 +94,8 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
         is_ours = getattr(arguments, "zero_config", None) is not None
         if is_ours and not any(isinstance(entry, callback) or entry is callback for entry in callbacks):
             given["callbacks"] = [*callbacks, callback]
-        with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None), also_on_cpus():
+        with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None):
             original(*bound.args, **bound.kwargs)
-        engine = engine_under(self.model)
-        if engine is not None and engine.world.tensor.num_ranks > 1:
-            gather_each_batch_once(self.accelerator, engine.world.tensor.num_ranks)
-            self.gather_function = self.accelerator.gather_for_metrics
-        if engine is not None:
-            scale_loss(self.accelerator, engine.world.config)
         for entry in self.callback_handler.callbacks:
             if isinstance(entry, callback):
                 entry.signal_saves = trainer_checkpoint.signal_saves(self)  # type: ignore[attr-defined]
@@ -128,12 +124,28 @@ def _rebind(optimizers: Any, model: nn.Module | None) -> None:
         rebind_optimizer(optimizer, engine)
 
 
+def _wrap_create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def wrapped(self: Any) -> None:
+        with also_on_cpus():
+            original(self)
+        engine = engine_under(self.model)
+        if engine is None:
+            return
+        if engine.world.tensor.num_ranks > 1:
+            gather_each_batch_once(self.accelerator, engine.world.tensor.num_ranks)
+            self.gather_function = self.accelerator.gather_for_metrics
+        scale_loss(self.accelerator, engine.world.config)
+
+    return wrapped
+
+
 def _wrap_call_model_init(original: Callable[..., Any], prepare_model: PrepareModel) -> Callable[..., Any]:
     def wrapped(self: Any, trial: Any = None) -> Any:
         model = original(self, trial)
         prepare_model(
             model, self.args, list(self.callback_handler.callbacks) if hasattr(self, "callback_handler") else []
         )
+        trainer_checkpoint.agree_on_folder(self.args, model)
         return model
 
     return wrapped
@@ -143,10 +155,18 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not engine_under(self.model) and is_partitioned(self.model):
             raise UsageError("the Trainer's model was partitioned, but its engine is gone: make the Trainer again")
-        trainer_checkpoint.agree_on_folder(self.args, self.model)
+        if (
+            self.model_init is None
+        ):  # else its next model agrees; after a trial of a search, rank 0 alone has let go of the last
+            trainer_checkpoint.agree_on_folder(self.args, self.model)
         if resume_from_checkpoint and engine_under(self.model) is not None:
             resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint)
             if trainer_checkpoint.wants_weights_only(self.args):
+                if self.model_init is not None:
+                    raise UsageError(
+                        "zero_weights_only is set, but model_init makes the model anew when the training begins: load the "
+                        "weights there, or give the Trainer a model"
+                    )
                 self._load_from_checkpoint(resume_from_checkpoint)
                 resume_from_checkpoint = None
         return original(self, resume_from_checkpoint, *args, **kwargs)
