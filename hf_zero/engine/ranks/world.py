@@ -260,7 +260,8 @@ class World(Axes):
     def all_come(self, label: str, params: Iterable[Tensor | None], timeout_s: float | None = None) -> bool:
         """Whether every rank makes the same call, which only reads these parameters; else this one makes it alone.
 
-        See [Note: alone]. None stands for what is no parameter (a gradient, a value computed from one).
+        See [Note: alone]. None stands for what is no parameter (a gradient, a value computed from one). Parameters of other
+        models may be of other worlds, which are asked for them later, one by one.
 
         Raises:
             UsageError: this rank makes it alone, and there is something that it cannot ask for.
@@ -268,7 +269,7 @@ class World(Axes):
         if not self.serving.can_be_alone:
             self.meet(label, timeout_s)
             return True
-        places = [None if param is None else self.serving.find(param) for param in params]
+        places = [None if param is None else self._serving_of(param).find(param) for param in params]
         has_all = self.serving.all_come(label, str(places[:1]))
         if not has_all and None in places:
             raise UsageError(
@@ -276,6 +277,10 @@ class World(Axes):
                 "themselves can be read by one rank: let all ranks run it (not behind `if is_main_process`)"
             )
         return has_all
+
+    def _serving_of(self, param: Tensor) -> Serving:
+        world = getattr(param, "_zero_world", None)
+        return world.serving if isinstance(world, World) else self.serving
 
     def broadcast(self, tensor: Tensor, unit: str, source: int = 0) -> None:
         """Give every rank the values of rank `source`; of a tensor on this rank's device, or on the host."""

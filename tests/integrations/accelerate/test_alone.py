@@ -65,6 +65,43 @@ def test_rank_0_saves_alone_while_others_go_on(stage: int, collectives: str, tmp
     accelerator.wait_for_everyone()
 
 
+@on_ranks(2, stage=[1, 2, 3], collectives=["pairwise", "host"], optimizers=[1, 2])
+def test_rank_0_saves_two_models_alone(stage: int, collectives: str, optimizers: int, tmp_path: Path) -> None:
+    """As a script does that trains a text encoder, too: with one optimizer for both models, or one each."""
+    folder = tmp_path / f"{stage}{collectives}{optimizers}"
+    accelerator, model, optimizer = prepared(stage, collectives)
+    other = make_model(CASES["gpt2"])
+    if optimizers == 1:
+        other = accelerator.prepare(other)
+        optimizer = accelerator.prepare(torch.optim.AdamW([*model.parameters(), *other.parameters()], lr=0.01))
+        accelerator._optimizers = [optimizer]
+        steps = [optimizer]
+    else:
+        other, second = accelerator.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.01))
+        steps = [optimizer, second]
+
+    def train(number: int) -> float:
+        batch = CASE.batch(number, accelerator.process_index)
+        loss = CASE.loss(model, batch) + CASE.loss(other, batch)
+        accelerator.backward(loss)
+        for each in steps:
+            each.step()
+            each.zero_grad()
+        return loss.item()
+
+    for number in range(2):
+        train(number)
+    accelerator.save_state(str(folder / "together"))
+    if accelerator.is_main_process:
+        accelerator.save_state(str(folder / "alone"))
+        assert tensors_in(folder / "alone") == tensors_in(folder / "together")
+        assert len(tensors_in(folder / "alone")) == 2 + optimizers
+    losses = [train(number) for number in (2, 3)]
+    accelerator.load_state(str(folder / "alone"))
+    assert [train(number) for number in (2, 3)] == losses
+    accelerator.wait_for_everyone()
+
+
 @on_ranks(2, stage=[1, 3])
 def test_a_hook_of_save_state_saves_on_the_main_process_as_diffusers_scripts_do(stage: int, tmp_path: Path) -> None:
     folder = tmp_path / str(stage)
