@@ -31,6 +31,7 @@ import torch.utils.checkpoint
 import transformers
 import transformers.core_model_loading as loading
 import transformers.distributed.sharding_utils as sharding
+import transformers.masking_utils as masking
 import transformers.modeling_utils as modeling
 import transformers.trainer_jit_checkpoint as jit
 from accelerate.utils import compare_versions
@@ -306,6 +307,20 @@ LOADING = [
     Seam(sharding.DtensorShardOperation, "shard_tensor", "get_local_rank()", "which rows are read"),
 ]
 
+SEQUENCE = [
+    Seam(
+        masking, "_preprocess_mask_arguments", "position_ids: torch.Tensor | None,    layer_idx:", "arguments by place"
+    ),
+    Seam(masking, "create_causal_mask", "_preprocess_mask_arguments(config, inputs_embeds,", "masks of all tokens"),
+    Seam(masking, "create_sliding_window_causal_mask", "_preprocess_mask_arguments(config,", "masks of all tokens"),
+    Seam(masking, "create_causal_mask", "packed_sequence_compatibility_function(", "places of all tokens"),
+    Seam(masking, "create_causal_mask", "maybe_pad_block_sequence_ids(", "blocks are refused"),
+    Seam(modeling.AttentionInterface, "get_interface", "return super().get(attn_implementation, default)", "eager too"),
+    Seam(PreTrainedModel, "_supports_attention_backend", "", "models whose attention can be replaced"),
+    Seam(
+        importlib.import_module("transformers.loss.loss_utils"), "ForCausalLMLoss", "shift_labels.view(-1)", "targets"
+    ),
+]
 TRAINER = [
     Seam(TrainingArguments, "_VALID_DICT_FIELDS", "", "inline JSON for `zero`"),
     Seam(TrainingArguments, "__post_init__", "self.device\n", "the process group is made there"),
@@ -532,7 +547,7 @@ def tensor_axis_seams() -> list[Seam]:
     ]
 
 
-SEAMS = [*TORCH, *QUANTISED, *LOADING, *TRAINER, *ACCELERATE, *PEFT, *TRL]
+SEAMS = [*TORCH, *QUANTISED, *LOADING, *SEQUENCE, *TRAINER, *ACCELERATE, *PEFT, *TRL]
 if compare_versions("transformers", ">=", "5.23"):
     SEAMS += tensor_axis_seams()
 

@@ -8,6 +8,9 @@
 Rank 0 cuts parameters with rank 2 (`shards`), holds the same rows as rank 4 (`replicas`), averages gradients with 2, 4
 and 6 (`data`), sees the same batch as rank 1 and shares every layer with it (`tensor`), holds the whole model together with 1,
 2 and 3 (`holders`), and agrees with all of them (`everyone`).
+
+Some of those that cut parameters, next to each other, may see the same batch, and compute a slice of its sequence each
+(`sequence`). For parameters and gradients they are as any other.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class Axes:
         replicas: among those that hold the same rows, one of each replica.
         data: among those that gradients are averaged over: they see different batches.
         tensor: among those that share every layer.
+        sequence: among those that see slices of the same sequences; this rank alone where none do.
         holders: among those that hold the whole model once.
         everyone: among all ranks, which agree, fail and end together.
         nearby: among those that keep a second copy of rows; this rank alone where none do.
@@ -62,6 +66,7 @@ class Axes:
     holders: Collectives
     everyone: Collectives
     nearby: Collectives
+    sequence: Collectives
     grid: DeviceMesh | None = None
     cells: tuple[Cell, ...] = ()
     num_hosts: int = 1
@@ -112,19 +117,23 @@ class Axes:
                 data = everyone
                 holders = cut
         nearby = _nearby(cut, config, device, ledger, make)
+        first = cut.rank // config.sp_size * config.sp_size
+        sliced = cut.ranks[first : first + config.sp_size]
+        sequence = make(plain, sliced, ledger.along("sequence axis"))
         own_row = next(row for row in replicas if any(everyone.ranks[everyone.rank] in cell for cell in row))
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
             grid = _grid(mesh, replicas, device, config.limit_s)
         hosts = [number for (number,) in everyone.agree([host_number()], "the number of hosts")]
         is_first = hosts.index(hosts[everyone.rank]) == everyone.rank
-        return cls(cut, same_rows, data, tensor, holders, everyone, nearby, grid, cells, len(set(hosts)), is_first)
+        others = (holders, everyone, nearby, sequence)
+        return cls(cut, same_rows, data, tensor, *others, grid, cells, len(set(hosts)), is_first)
 
     @staticmethod
     def of_one(device: torch.device, ledger: Ledger) -> Axes:
         """Those of a process that meets nobody."""
         alone = AloneCollectives(0, device, ledger)
-        return Axes(alone, alone, alone, alone, alone, alone, alone, cells=((0,),))
+        return Axes(alone, alone, alone, alone, alone, alone, alone, alone, cells=((0,),))
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
@@ -242,5 +251,12 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
         raise ConfigError(
             f"stage {config.stage} cuts parameters over the last axis of the mesh, which has one rank only: give it "
             f"more{instead}"
+        )
+    if len(cells[0]) % config.sp_size:
+        along = "" if tensor_size == 1 else f", {tensor_size} of them to each layer (tp_size)"
+        along += "" if len(cells) == 1 else f", in {len(cells)} replicas"
+        raise ConfigError(
+            f"sp_size is {config.sp_size}, but {running}{along}: it must divide the {len(cells[0])} that parameters are cut "
+            "over"
         )
     return cells

@@ -256,8 +256,8 @@ class Collectives(Agreements, RowCollectives):
             parts += [self._send(description, outgoing[p], p, tag) for p in peers if len(outgoing[p])]
 
         def finish() -> None:
-            for tensors, buffer in zip(received, incoming, strict=True):
-                if len(tensors) > 1:
+            for peer, (tensors, buffer) in enumerate(zip(received, incoming, strict=True)):
+                if len(tensors) > 1 and peer != self.rank:
                     parts_of = torch.split(buffer, [tensor.nbytes for tensor in tensors])
                     for tensor, values in zip(tensors, parts_of, strict=True):
                         tensor.view(torch.uint8).copy_(values)

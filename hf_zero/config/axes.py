@@ -37,9 +37,8 @@ def take_degrees(mapping: Mapping[Any, Any], source: str) -> Mapping[Any, Any]:
         )
     meant = {"tp_size": sizes.get("mp_degree")}
     if "dp_degree" in sizes:
-        meant["expected_world_size"] = math.prod(sizes.values()) * (
-            1 if "mp_degree" in sizes else rest.get("tp_size", 1)
-        )
+        others = [] if "mp_degree" in sizes else [rest.get("tp_size", 1)]
+        meant["expected_world_size"] = math.prod([*sizes.values(), *others, rest.get("sp_size", 1)])
     for key, value in meant.items():
         if value is not None and rest.get(key, value) != value:
             raise ConfigError(

@@ -85,6 +85,8 @@ class ZeroConfig:
             leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
         tp_size: ranks next to each other that share every layer (tensor parallelism of transformers) and see the same batch;
             what each of them holds is cut over the others. The model must have a plan for it.
+        sp_size: ranks next to each other that see the same batch, and compute a slice of its sequence each (sequence
+            parallelism); causal language models of transformers. Parameters are cut over all of them.
         optimizer_on: what optimizers step on: "rows", which is right for elementwise ones alone; "whole" parameters, each on
             one rank; "auto": rows for those known (or marked by `mark_elementwise`) to be elementwise, else whole ones.
         expected_world_size: ranks that the run must have; None: any number.
@@ -120,6 +122,7 @@ class ZeroConfig:
     gather_for_generation: bool | int | Literal["auto"] = "auto"
     replicate: int = 1
     tp_size: int = 1
+    sp_size: int = 1
     optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
@@ -336,6 +339,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "gather_for_generation": values.boolean_or_bytes,
     "replicate": partial(values.count, minimum=1),
     "tp_size": partial(values.count, minimum=1),
+    "sp_size": partial(values.count, minimum=1),
     "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,

@@ -17,6 +17,7 @@ from hf_zero.checkpoint.export import world_of_model
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
+from hf_zero.sharding.sequence.attention import whole_sequences
 
 # A rank that has nobody to gather with must not find out only after `timeout_s`, which is made for slow exchanges. Ranks
 # are further apart here than in an exchange: one may have written a file, or scored what was generated before.
@@ -34,6 +35,11 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         CollectiveError: a rank has not called it.
     """
+    with whole_sequences():
+        return _generate(self, *args, **kwargs)
+
+
+def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = type(self).generate  # type: ignore[attr-defined]
     world = world_of_model(self)
     if world is None or not world.config.policy.shards_parameters or _is_whole(self):

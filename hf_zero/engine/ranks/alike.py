@@ -19,7 +19,7 @@ _GRADIENT_TOLERANCE = 1e-2  # of a norm: far above rounding, far below what anot
 
 
 class SameInputs:
-    """Looks at the first inputs of a model: the ranks that share its layers must see the same batch.
+    """Looks at the first inputs of a model: ranks that share its layers, or sequences, must see the same batch.
 
     Ranks with batches of their own would train on without an error, on activations that are sums of several batches'.
 
@@ -29,26 +29,30 @@ class SameInputs:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._is_checked = world.tensor.num_ranks == 1
+        self._size = world.tensor.num_ranks * world.sequence.num_ranks
+        self._is_checked = self._size == 1
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Compare the tensors of a forward's arguments, once; called by all ranks together.
 
         Raises:
-            UsageError: on all ranks, if some that share layers have others.
+            UsageError: on all ranks, if some that share layers or sequences have others.
         """
         if self._is_checked:
             return
         self._is_checked = True
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is Tensor]
         found = self._world.everyone.agree([checksum(tensors)], "the inputs of the model")
-        size, ranks = self._world.tensor.num_ranks, self._world.everyone.ranks
+        size, ranks = self._size, self._world.everyone.ranks
+        what = (
+            "every layer of the model (tp_size)" if self._world.sequence.num_ranks == 1 else "each sequence (sp_size)"
+        )
         for first in range(0, len(ranks), size):
             if len({value for (value,) in found[first : first + size]}) > 1:
                 raise UsageError(
-                    f"ranks {list(ranks[first : first + size])} share every layer of the model (tp_size), but its inputs "
+                    f"ranks {list(ranks[first : first + size])} share {what}, but the inputs of the model "
                     "differ between them: they must see the same batch, as from a loader that the Trainer or accelerate "
-                    "has prepared; in a loop of your own, choose batches by engine.world.data.rank"
+                    "has prepared; in a loop of your own, choose batches by engine.world.batch_rank"
                 )
 
 

@@ -182,6 +182,16 @@ class World(Axes):
         return self.shards.num_ranks
 
     @property
+    def batch_rank(self) -> int:
+        """Which of the batches of a step this rank sees: ranks that share layers, or a sequence, see the same one."""
+        return self.data.rank // self.sequence.num_ranks
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches all ranks see together."""
+        return self.data.num_ranks // self.sequence.num_ranks
+
+    @property
     def is_first_replica(self) -> bool:
         """Whether this rank's rows are the ones that count where the replicas' are the same: in files."""
         return self.replicas.rank == 0

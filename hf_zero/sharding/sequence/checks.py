@@ -1,0 +1,98 @@
+"""Models that cannot be sliced: they compute across tokens elsewhere than in attention, or attend as no rank could alone."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import ConfigError, PartitionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_OF_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest position
+_ACROSS_TOKENS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.BatchNorm1d)
+_NEEDED = ("position_ids", "attention_mask")
+
+
+def find_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers that is, or is in, a model.
+
+    Raises:
+        PartitionError: there is none, or several.
+    """
+    from transformers import PreTrainedModel
+
+    found: list[PreTrainedModel] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    if len(found) != 1:
+        raise PartitionError(
+            f"sp_size slices sequences of one model of transformers, and {type(model).__name__} has {len(found)}: leave it out"
+        )
+    return found[0]
+
+
+def check(model: PreTrainedModel, world: World) -> None:
+    """Raise a `PartitionError`, or a `ConfigError` for numbers of heads, for a model that cannot be sliced."""
+    config: Any = model.config.get_text_config()
+    name = type(model).__name__
+    if reason := _reason(model, config):
+        raise PartitionError(f"sp_size is {world.sequence.num_ranks}, but {name} {reason}: leave sp_size out")
+    check_heads(config, name, world)
+
+
+def check_heads(config: Any, name: str, world: World) -> None:
+    """Raise a `ConfigError` if the ranks of a group cannot divide heads; those of a tensor axis divide them first."""
+    ranks, tensor = world.sequence.num_ranks, world.tensor.num_ranks
+    heads = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    if not isinstance(heads, int) or not isinstance(shared, int):
+        return
+    heads, shared = heads // tensor, max(1, shared // tensor)
+    if heads % math.lcm(shared, ranks):
+        fitting = [size for size in range(2, heads + 1) if heads % math.lcm(shared, size) == 0]
+        along = "" if tensor == 1 else f" on each of {tensor} ranks of the tensor axis"
+        raise ConfigError(
+            f"sp_size is {ranks}, but {name} has {heads} heads of queries and {shared} of keys and values{along}, which so "
+            f"many ranks cannot divide: use one of {fitting or [1]}"
+        )
+
+
+def _reason(model: PreTrainedModel, config: Any) -> str:
+    forward = inspect.signature(type(model).forward).parameters
+    missing = [each for each in _NEEDED if each not in forward]
+    crosses = getattr(config, "is_decoder", False) and getattr(config, "add_cross_attention", False)
+    if getattr(config, "is_encoder_decoder", False) or crosses:
+        return "has an encoder and a decoder"
+    if not getattr(config, "is_causal", True) or model.config is not config:
+        return "is not causal over text alone"
+    if not model._supports_attention_backend:
+        return "has attention of its own, not by transformers' attention interface"
+    if missing:
+        return f"takes no {' and no '.join(missing)}"
+    others = sorted({each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION})
+    if others:
+        return f"has layers of type {', '.join(others)}, which carry a state along the sequence"
+    across = next((part for part in model.modules() if isinstance(part, _ACROSS_TOKENS)), None)
+    if across is not None:
+        return f"has a {type(across).__name__}, which may compute across tokens"
+    if kinds := _rotary_kinds(config) & set(_OF_LENGTH):
+        return f"has rotary embeddings of type {', '.join(sorted(kinds))}, which depend on the length of the whole sequence"
+    if getattr(config, "output_router_logits", False):
+        return "has a loss of its router (output_router_logits), which is of whole sequences"
+    return ""
+
+
+def _rotary_kinds(config: Any) -> set[str]:
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    several = [found, *(each for each in found.values() if isinstance(each, dict))]
+    return {str(each.get("rope_type", each.get("type", ""))) for each in several}
