@@ -141,7 +141,8 @@ class Swap:
         flat = first.new_empty(layout.padded_numel)
         layout.elements_of(flat, self.over.rank).copy_(first.view(-1))
         self.over.gather([Rows(flat, layout)], unit).wait()
-        return flat.view(layout.shape).movedim(0, dim).to(part.dtype)
+        whole = flat.view(layout.shape).movedim(0, dim)
+        return torch.empty(whole.shape, dtype=part.dtype, device=part.device).copy_(whole)
 
 
 class _Move(torch.autograd.Function):
@@ -167,9 +168,9 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, swap: Swap, unit: str) -> Tensor:
         ctx.factor = swap.factor
-        total = part.detach().clone().view(1)
-        swap.over.all_reduce([total], unit).wait()
-        return total.view(part.shape)
+        total = part.detach().clone()  # no view: users scale losses in place
+        swap.over.all_reduce([total.view(-1)], unit).wait()
+        return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -33,7 +33,7 @@ from hf_zero.integrations.accelerate.tensor_axis import (
     num_processes,
     parallelism_of,
     sharding_batches,
-    with_tensor_axis,
+    with_axes,
 )
 from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.shard_model import shard_model
@@ -81,7 +81,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         **kwargs: as for `Accelerator`. With `mixed_precision` "bf16" or "fp16", a `compute_dtype` of "auto" becomes that (in
             stage 0 autocast is used, as under DDP); a `compute_dtype` of float16 means `mixed_precision="fp16"`, where the
             loss is scaled, on CPUs too. With a `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut
-            over S ranks, R times; with `tp_size=T`, T ranks share every layer.
+            over S ranks, R times; with `tp_size=T`, T ranks share every layer; with `sp_size=N`,
+            N ranks share every sequence.
 
     Raises:
         ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed or Megatron-LM.
@@ -96,11 +97,12 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if is_open and plugin.config.compute_dtype == "float16":
             kwargs["mixed_precision"] = "fp16"  # with which accelerate scales the loss
         given = asked_for(kwargs.get("parallelism_config"))
-        config = with_tensor_axis(plugin.config, given)
-        tensor_size = config.tp_size
-        if tensor_size > 1:
+        config = with_axes(plugin.config, given)
+        size = config.tp_size * config.sp_size
+        if size > 1:
             kwargs["dataloader_config"] = sharding_batches(kwargs.get("dataloader_config"))
-            kwargs["parallelism_config"] = given or parallelism_of(config, num_processes())
+            of_batches = given if given is not None and config.sp_size == 1 else parallelism_of(config, num_processes())
+            kwargs["parallelism_config"] = of_batches
         elif kwargs.get("cpu"):
             kwargs.pop("parallelism_config", None)  # accelerate refuses it on CPUs
         with also_on_cpus():
@@ -112,9 +114,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self.zero_plugin = plugin
         self._zero_config = with_ddp_options(with_mixed_precision(config, self.mixed_precision), self.ddp_handler)
         scale_loss(self, self._zero_config)
-        self._zero_mesh = self.zero_plugin.mesh or (None if tensor_size > 1 else _mesh_of(self, given))
-        if tensor_size > 1:
-            gather_each_batch_once(self, tensor_size)
+        self._zero_mesh = self.zero_plugin.mesh or (None if size > 1 else _mesh_of(self, given))
+        if size > 1:
+            gather_each_batch_once(self, size)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Partition the models among `args`, rebind their optimizers to the partitioned parameters, and prepare the rest.

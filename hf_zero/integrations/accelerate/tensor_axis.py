@@ -1,6 +1,6 @@
-"""What accelerate needs for ranks that see the same batch: the sizes of its mesh, and one of each batch's results.
+"""What accelerate needs for ranks that see the same batch, since they share its layers or its sequences.
 
-accelerate deals out batches by its `ParallelismConfig`, which it refuses on CPUs; here it may be used there too. Its
+It deals out batches by its `ParallelismConfig`, which it refuses on CPUs; here it may be used there too. Its
 `gather_for_metrics` takes every rank's results for those of another batch; here it takes one rank's of each batch.
 """
 
@@ -30,42 +30,48 @@ def asked_for(given: ParallelismConfig | None) -> ParallelismConfig | None:
     return given or (ParallelismConfig() if is_launched else None)
 
 
-def with_tensor_axis(config: ZeroConfig, given: ParallelismConfig | None) -> ZeroConfig:
-    """The configuration with the tensor axis of accelerate's, if that has one.
+def with_axes(config: ZeroConfig, given: ParallelismConfig | None) -> ZeroConfig:
+    """The configuration with the tensor axis and the sequence axis of accelerate's, if that has them.
 
     Raises:
         ConfigError: it has an axis that zero does not know, or the two differ.
     """
     if given is None:
         return config
-    others = [f"{name}={getattr(given, name)}" for name in ("cp_size", "sp_size") if getattr(given, name) > 1]
-    if others:
+    if given.cp_size > 1:
         raise ConfigError(
-            f"ParallelismConfig({', '.join(others)}) cannot be combined with zero, which knows dp_replicate_size, "
-            "dp_shard_size and tp_size"
+            f"ParallelismConfig(cp_size={given.cp_size}) cannot be combined with zero, which knows dp_replicate_size, "
+            "dp_shard_size, tp_size and sp_size"
         )
-    if given.tp_size == 1:
+    if given.tp_size == given.sp_size == 1:
         return config
-    if config.tp_size not in (1, given.tp_size):
-        raise ConfigError(f"tp_size is {config.tp_size} in zero, but {given.tp_size} in the ParallelismConfig")
+    for name in ("tp_size", "sp_size"):
+        wanted, found = getattr(given, name), getattr(config, name)
+        if wanted > 1 and found not in (1, wanted):
+            raise ConfigError(f"{name} is {found} in zero, but {wanted} in the ParallelismConfig")
     if config.replicate not in (1, given.dp_replicate_size):
         raise ConfigError(
             f"replicate is {config.replicate} in zero, but dp_replicate_size is {given.dp_replicate_size} in the "
             "ParallelismConfig"
         )
-    return config.replace(tp_size=given.tp_size, replicate=given.dp_replicate_size)
+    sizes = {"tp_size": max(config.tp_size, given.tp_size), "sp_size": max(config.sp_size, given.sp_size)}
+    return config.replace(**sizes, replicate=given.dp_replicate_size)
 
 
 def parallelism_of(config: ZeroConfig, num_ranks: int) -> ParallelismConfig:
-    """accelerate's form of the axes of a configuration.
+    """accelerate's form of the axes of a configuration, for dealing out batches: ranks that see one batch are its "tp" axis.
+
+    Its own sequence axis is DeepSpeed's.
 
     Raises:
-        ConfigError: the tensor axis does not fit the ranks.
+        ConfigError: an axis does not fit the ranks.
     """
-    if num_ranks % config.tp_size:
+    size = config.tp_size * config.sp_size
+    if num_ranks % size:
         runs = "process runs" if num_ranks == 1 else "processes run"
-        raise ConfigError(f"tp_size is {config.tp_size}, but {num_ranks} {runs}: it must divide their number")
-    return ParallelismConfig(tp_size=config.tp_size, dp_shard_size=num_ranks // config.tp_size)
+        names = [name for name in ("tp_size", "sp_size") if getattr(config, name) > 1]
+        raise ConfigError(f"{' x '.join(names)} is {size}, but {num_ranks} {runs}: it must divide their number")
+    return ParallelismConfig(tp_size=size, dp_shard_size=num_ranks // size)
 
 
 def num_processes() -> int:
@@ -81,7 +87,9 @@ def sharding_batches(given: DataLoaderConfiguration | None) -> DataLoaderConfigu
     """
     found = given or DataLoaderConfiguration()
     if found.dispatch_batches:
-        raise ConfigError("dispatch_batches=True would give all ranks the same batch with tp_size: leave it out")
+        raise ConfigError(
+            "dispatch_batches=True would give all ranks the same batch with tp_size or sp_size: leave it out"
+        )
     return dataclasses.replace(found, dispatch_batches=False)
 
 
@@ -104,12 +112,12 @@ def also_on_cpus() -> Iterator[None]:
         yield
 
 
-def gather_each_batch_once(accelerator: Accelerator, tensor_size: int) -> None:
-    """Let `gather_for_metrics` give the results of each batch once, from the first rank of its tensor axis."""
+def gather_each_batch_once(accelerator: Accelerator, size: int) -> None:
+    """Let `gather_for_metrics` give the results of each batch once, from the first of the `size` ranks that see it."""
     original: Callable[..., Any] = accelerator.gather_for_metrics
 
     def first_of_each(gathered: torch.Tensor) -> torch.Tensor:
-        by_rank = gathered.view(accelerator.num_processes // tensor_size, tensor_size, -1, *gathered.shape[1:])
+        by_rank = gathered.view(accelerator.num_processes // size, size, -1, *gathered.shape[1:])
         return by_rank[:, 0].reshape(-1, *gathered.shape[1:])
 
     def gather(data: Any) -> Any:

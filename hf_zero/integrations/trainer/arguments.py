@@ -23,7 +23,13 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, UsageError
 from hf_zero.integrations.accelerate.accelerator import use_cpu_without_accelerator
 from hf_zero.integrations.accelerate.precision import with_mixed_precision
-from hf_zero.integrations.accelerate.tensor_axis import asked_for, sharding_batches, with_tensor_axis
+from hf_zero.integrations.accelerate.tensor_axis import (
+    asked_for,
+    num_processes,
+    parallelism_of,
+    sharding_batches,
+    with_axes,
+)
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.plan.summary import Measured, Start, summary, summary_after
@@ -55,6 +61,7 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
         zero_any_batch: resume from a checkpoint that was written with another number of samples per step, although
             samples are then repeated or left out.
         tp_size: ranks that share every layer, as in the configuration; `parallelism_config` may say so too.
+        sp_size: ranks that compute a slice each of the same sequences, as in the configuration; likewise.
 
     Attributes:
         zero_config: the `ZeroConfig` that was read; None without one.
@@ -79,6 +86,9 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
 
     tp_size: int = field(
         default=1, metadata={"help": "Ranks that share every layer (tensor parallelism), as tp_size of zero."}
+    )
+    sp_size: int = field(
+        default=1, metadata={"help": "Ranks that share every sequence (sequence parallelism), as sp_size of zero."}
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -130,7 +140,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     make()
     if config is None:
         return
-    config = _with_tensor_axis(with_mixed_precision(config, args.mixed_precision), args)
+    config = _with_axes(with_mixed_precision(config, args.mixed_precision), args)
     if args.ddp_broadcast_buffers is not None:
         config = config.replace(broadcast_buffers=args.ddp_broadcast_buffers)
     args.zero_config = config
@@ -174,24 +184,39 @@ def _check_combination(args: TrainingArguments) -> None:
         raise ConfigError("WANDB_LOG_MODEL saves the model on rank 0 alone, which cannot work with zero: unset it")
 
 
-def _with_tensor_axis(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig:
-    """The configuration with the tensor axis that the arguments ask for, and arguments that deal out batches by it."""
-    wanted = getattr(args, "tp_size", 1)
-    if wanted > 1:
-        if config.tp_size not in (1, wanted):
-            raise ConfigError(f"tp_size is {config.tp_size} in zero, but {wanted} in the arguments")
-        config = config.replace(tp_size=wanted)
-    config = with_tensor_axis(config, asked_for(args.parallelism_config))
-    if config.tp_size > 1:
-        if not args.average_tokens_across_devices:
-            raise ConfigError(
-                "average_tokens_across_devices=False makes the Trainer's losses tp_size times too large: leave it out"
-            )
-        given = args.accelerator_config.dispatch_batches
-        args.accelerator_config.dispatch_batches = sharding_batches(
-            DataLoaderConfiguration(dispatch_batches=given)
-        ).dispatch_batches
+def _with_axes(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig:
+    """The configuration with the axes that the arguments ask for, and arguments that deal out batches by them."""
+    for name in ("tp_size", "sp_size"):
+        wanted = getattr(args, name, 1)
+        if wanted > 1:
+            if getattr(config, name) not in (1, wanted):
+                raise ConfigError(f"{name} is {getattr(config, name)} in zero, but {wanted} in the arguments")
+            config = config.replace(**{name: wanted})
+    config = with_axes(config, asked_for(args.parallelism_config))
+    if config.tp_size == config.sp_size == 1:
+        return config
+    if not args.average_tokens_across_devices:
+        name = "tp_size" if config.tp_size > 1 else "sp_size"
+        raise ConfigError(
+            f"average_tokens_across_devices=False makes the Trainer's losses {name} times too large: leave it out"
+        )
+    given = args.accelerator_config.dispatch_batches
+    args.accelerator_config.dispatch_batches = sharding_batches(
+        DataLoaderConfiguration(dispatch_batches=given)
+    ).dispatch_batches
+    if config.sp_size > 1:
+        _check_sequences(config, args)
+        args.parallelism_config = parallelism_of(config, num_processes())
     return config
+
+
+def _check_sequences(config: ZeroConfig, args: TrainingArguments) -> None:
+    if config.tp_size > 1:
+        raise ConfigError(
+            "the Trainer deals out batches by one axis: use tp_size or sp_size; a loop of your own may have both"
+        )
+    if args.label_smoothing_factor:
+        raise ConfigError("label_smoothing_factor needs the logits of whole sequences, which no rank has with sp_size")
 
 
 def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:

@@ -12,7 +12,8 @@ Nothing changes for a Trainer whose arguments, callbacks and model have nothing 
 - `_save`: a model without a `save_pretrained` is saved by all ranks.
 - `_save_checkpoint`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`,
   `_load_best_model`: checkpoints are written, committed, verified and read by `trainer_checkpoint`.
-- `_load_rng_state`: ranks that share layers get one random state.
+- `_load_rng_state`: ranks that share layers or sequences get one random state.
+- `evaluation_loop`: predictions are of whole sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,11 @@ from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.active import is_partitioned
+from hf_zero.sharding.sequence.attention import joined_outputs
 
 PrepareModel = Callable[[nn.Module | None, Any, list[Any]], None]
+
+_TAKES_SLICES = ("SFTTrainer",)  # whose losses and metrics are of values by token, which are joined
 
 _changes = Changes()
 
@@ -70,6 +74,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
         "_load_optimizer_and_scheduler": _wrap_load_optimizer,
         "_load_best_model": _wrap_load_best,
         "_load_rng_state": _wrap_load_random,
+        "evaluation_loop": _wrap_evaluation_loop,
     }
     if compare_versions("transformers", "<", "5.23"):
         wrappers["save_model"] = _wrap_save_model
@@ -88,6 +93,7 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
         model, arguments = given.get("model"), given.get("args")
         callbacks = list(given.get("callbacks") or [])
         if arguments is not None:
+            _check_sequences(type(self), arguments, given.get("compute_loss_func"))
             prepare_model(model, arguments, callbacks)
             _rebind(given.get("optimizers"), model)
             trainer_checkpoint.agree_on_folder(arguments, model)
@@ -101,6 +107,20 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
                 entry.signal_saves = trainer_checkpoint.signal_saves(self)  # type: ignore[attr-defined]
 
     return wrapped
+
+
+def _check_sequences(kind: type, arguments: Any, compute_loss: Any) -> None:
+    """Raise for a Trainer that computes its loss from whole logits, which no rank has of slices."""
+    config = getattr(arguments, "zero_config", None)
+    if config is None or config.sp_size == 1:
+        return
+    owner = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
+    if compute_loss is not None or (owner is not Trainer and owner.__name__ not in _TAKES_SLICES):
+        what = "compute_loss_func" if compute_loss is not None else f"compute_loss of {owner.__name__}"
+        raise UsageError(
+            f"sp_size is {config.sp_size}: {what} would see logits of a slice of each sequence; the plain Trainer and TRL's "
+            "SFTTrainer train with it: leave sp_size out, or let the model compute the loss"
+        )
 
 
 @contextmanager
@@ -131,8 +151,9 @@ def _wrap_create_accelerator(original: Callable[[Any], None]) -> Callable[[Any],
         engine = engine_under(self.model)
         if engine is None:
             return
-        if engine.world.tensor.num_ranks > 1:
-            gather_each_batch_once(self.accelerator, engine.world.tensor.num_ranks)
+        size = engine.world.tensor.num_ranks * engine.world.sequence.num_ranks
+        if size > 1:
+            gather_each_batch_once(self.accelerator, size)
             self.gather_function = self.accelerator.gather_for_metrics
         scale_loss(self.accelerator, engine.world.config)
 
@@ -244,6 +265,18 @@ def _wrap_load_random(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = engine_under(self.model)
         if engine is not None and checkpoint is not None:
             share_random_state(engine.world)
+
+    return wrapped
+
+
+def _wrap_evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        only_loss = signature.bind(self, *args, **kwargs).arguments.get("prediction_loss_only")
+        only_loss = self.args.prediction_loss_only if only_loss is None else only_loss
+        with nullcontext() if only_loss else joined_outputs():
+            return original(self, *args, **kwargs)
 
     return wrapped
 

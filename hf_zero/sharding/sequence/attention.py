@@ -24,6 +24,7 @@ from hf_zero.errors import UsageError
 
 _changes = Changes()
 _under_way: list[_UnderWay] = []  # the innermost last
+_joins: list[bool] = []
 _swaps: weakref.WeakKeyDictionary[nn.Module, Swap] = weakref.WeakKeyDictionary()
 
 
@@ -71,6 +72,21 @@ def whole_sequences() -> Iterator[None]:
 def are_whole() -> bool:
     """Whether models compute whole sequences just now, within `whole_sequences`."""
     return bool(_under_way) and _under_way[-1].over_slices is None
+
+
+@contextmanager
+def joined_outputs() -> Iterator[None]:
+    """Within: models that compute slices hand out logits and hidden states of whole sequences, which take their memory."""
+    _joins.append(True)
+    try:
+        yield
+    finally:
+        _joins.pop()
+
+
+def are_joined() -> bool:
+    """Whether outputs are joined, within `joined_outputs`."""
+    return bool(_joins)
 
 
 def begin(owner: object, one: Pass | None) -> None:

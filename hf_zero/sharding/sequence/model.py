@@ -177,15 +177,23 @@ class Slices:
         batch = next(len(kwargs[name]) for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         by_token = (batch, one.tokens.size)
         if isinstance(output, tuple):
-            return (self.swap.add_up(output[0], "loss"), *output[1:]) if has_loss else None
+            found = [self._joined(value, one, by_token) for value in output]
+            return (self.swap.add_up(output[0], "loss"), *found[1:]) if has_loss else tuple(found)
         if not isinstance(output, dict):
             return None
         for name, value in list(output.items()):
             if name == "loss" and has_loss and isinstance(value, Tensor):
                 output[name] = self.swap.add_up(value, "loss")
-            elif isinstance(value, Tensor) and tuple(value.shape) == by_token:
-                output[name] = self.swap.join(value, name)[:, : one.tokens.length]
+            elif (joined := self._joined(value, one, by_token)) is not value:
+                output[name] = joined
         return output
+
+    def _joined(self, value: Any, one: attention.Pass, by_token: tuple[int, int]) -> Any:
+        """Values by token of all tokens; tensors of more dimensions stay slices, where nobody asks for them."""
+        is_by_token = isinstance(value, Tensor) and tuple(value.shape[:2]) == by_token
+        if not is_by_token or (value.ndim > 2 and not attention.are_joined()):
+            return value
+        return self.swap.join(value, "outputs")[:, : one.tokens.length]
 
     def _check_calls(self, one: attention.Pass) -> None:
         model = self.model()

@@ -1,0 +1,158 @@
+"""The plain Trainer, TRL's SFTTrainer and `ZeroAccelerator` over slices of sequences, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hf_zero as zero
+from hf_zero.errors import ConfigError, UsageError
+from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.sequence_axis import LENGTH, VOCAB, make
+
+_STEPS = 4
+
+
+def _data(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of which a prompt is no target, of another length each."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(1, VOCAB, (num_rows, LENGTH + 1), generator=generator)
+    found = []
+    for number, row in enumerate(rows):
+        labels = row.clone()
+        labels[: 1 + number % 8] = -100
+        found.append({"input_ids": row, "labels": labels})
+    return found
+
+
+class _Losses(TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            self.seen.append((logs["loss"], logs["grad_norm"]))
+
+
+def _correct(predicted: Any) -> dict[str, float]:
+    """Of the tokens that follow, over whole sequences."""
+    guesses, labels = predicted.predictions.argmax(-1)[:, :-1], predicted.label_ids[:, 1:]
+    return {"correct": float((guesses == labels)[labels != -100].mean())}
+
+
+def _train(out: str, batch: int, zero_config: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    resume = options.pop("resume", None)
+    values = {
+        "output_dir": out,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": _STEPS,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "save_strategy": "steps" if options.pop("saves", False) else "no",
+        "save_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    if zero_config is None:
+        args = TrainingArguments(**values)
+    else:
+        args = zero.ZeroTrainingArguments(zero={"collectives": "pairwise", **zero_config}, **values, **options)
+    losses = _Losses()
+    data, rest = _data(19, 0), _data(7, 1)
+    trainer = Trainer(
+        make("llama"), args, train_dataset=data, eval_dataset=rest, compute_metrics=_correct, callbacks=[losses]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    evaluated = trainer.evaluate()
+    zero.undo()
+    return {
+        "losses": losses.seen,
+        "eval": (evaluated["eval_loss"], evaluated["eval_correct"]),
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+    }
+
+
+def _equal(found: dict[str, Any], reference: dict[str, Any], first: int = 0) -> None:
+    assert (found["step"], found["epoch"]) == (_STEPS, reference["epoch"])
+    for ours, theirs in zip(found["losses"], reference["losses"][first:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert found["eval"] == pytest.approx(reference["eval"], rel=1e-5)
+
+
+def test_trainer_trains_evaluates_and_resumes_as_one_process(tmp_path: Path) -> None:
+    reference = run_alone(_train, str(tmp_path / "one"), 2, None)
+    sliced = run_ranks(_train, 2, str(tmp_path / "a"), 2, {"stage": 3}, sp_size=2, saves=True)
+    assert all(each["losses"] == sliced[0]["losses"] for each in sliced)
+    _equal(sliced[0], reference)
+    middle = str(tmp_path / "a" / "checkpoint-2")
+    _equal(run_alone(_train, str(tmp_path / "b"), 2, {"stage": 2}, resume=middle), reference, first=2)
+
+
+@pytest.mark.slow
+def test_trainer_goes_on_with_slices_and_other_batches_beside_them(tmp_path: Path) -> None:
+    reference = run_alone(_train, str(tmp_path / "one"), 2, None)
+    run_ranks(_train, 2, str(tmp_path / "a"), 1, {"stage": 1}, saves=True)
+    axes = ParallelismConfig(sp_size=2)
+    options = {"resume": str(tmp_path / "a" / "checkpoint-2"), "parallelism_config": axes}
+    _equal(run_ranks(_train, 4, str(tmp_path / "b"), 1, {"stage": 3}, **options)[0], reference, first=2)
+
+
+@on_ranks(2)
+def test_arguments_that_cannot_be_sliced_are_refused(tmp_path: Path) -> None:
+    def refuses(match: str, config: dict[str, Any], **options: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            zero.ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, zero=config, **options)
+
+    refuses("sp_size is 4 in zero, but 2 in the arguments", {"sp_size": 4}, sp_size=2)
+    refuses("sp_size is 3, but 2 processes run", {"sp_size": 3})
+    refuses("label_smoothing_factor", {"sp_size": 2}, label_smoothing_factor=0.1)
+    refuses("average_tokens_across_devices=False", {"sp_size": 2}, average_tokens_across_devices=False)
+    refuses("tp_size or sp_size", {"sp_size": 2, "tp_size": 2})
+    args = zero.ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, zero=3, sp_size=2)
+
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).logits.mean()
+
+    with pytest.raises(UsageError, match="compute_loss of Own would see logits of a slice"):
+        Own(make("llama"), args)
+    zero.undo()
+
+
+@on_ranks(4)
+def test_accelerator_deals_out_each_batch_to_the_ranks_that_share_it() -> None:
+    axes = ParallelismConfig(sp_size=2, dp_shard_size=2)
+    plugin = zero.ZeroPlugin(stage=2, collectives="pairwise")
+    accelerator = zero.ZeroAccelerator(zero_plugin=plugin, parallelism_config=axes)
+    model, plain = make("llama"), make("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(_data(8, 0), batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    batches = list(DataLoader(_data(8, 0), batch_size=2))  # type: ignore[arg-type]
+    rank, seen = accelerator.process_index // 2, 0
+    for step, batch in enumerate(loader):
+        assert torch.equal(batch["input_ids"], batches[2 * step + rank]["input_ids"])
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        losses = [plain(**each).loss for each in batches[2 * step : 2 * step + 2]]
+        (sum(losses) / 2).backward()
+        assert loss.item() == pytest.approx(losses[rank].item(), rel=1e-6)
+        assert len(accelerator.gather_for_metrics(batch["input_ids"])) == 4
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        seen += 1
+    assert seen == 2
