@@ -254,6 +254,27 @@ def will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What a call of a module runs instead of its hooks and `forward`: what `module.compile()` has put there, if anything.
+
+    Copies and pickles of the module leave it out.
+    """
+    return cast(Callable[..., Any] | None, vars(module).get("_compiled_call_impl"))
+
+
+def call_instead(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a call of a module run `call` instead of its hooks and `forward`; None: them."""
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        vars(module)["_compiled_call_impl"] = call
+
+
+def call_plainly(module: nn.Module, compiled: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's hooks and `forward`, whatever `call_instead` has put there; compiled, if they have been."""
+    return (compiled or module._call_impl)(*args, **kwargs)
+
+
 def is_profiling() -> bool:
     """Whether torch's profiler records now."""
     return bool(torch.autograd.profiler._is_profiler_enabled)

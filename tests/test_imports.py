@@ -21,6 +21,7 @@ _FLOORS = [
     ["engine.units"],
     ["engine.backward"],
     ["engine.modules"],
+    ["engine.tiles"],
     ["engine.engine"],
     ["engine.gathered_parameters"],
     ["optim"],

@@ -96,6 +96,9 @@ class ZeroConfig:
         offload: what lives in host memory or on a disk between its uses; also accepts its YAML form.
         wire: formats in which parameters and gradients travel, if not as they are; also accepts its YAML form.
         activations: what is kept of the inputs of checkpointed layers; also accepts its YAML form.
+        tile_tokens: tokens whose logits are computed at a time, in the loss and in its backward, so that the logits of a batch
+            are never all there. 0: all of them.
+        tile_mlp: tokens that a block's MLP computes at a time, forward and backward. 0: all of them.
         trace: a file that rank 0 writes: what all ranks did in the steps 3 to 5, and when; see `hf-zero trace`.
 
     Raises:
@@ -130,6 +133,8 @@ class ZeroConfig:
     offload: Offload = Offload()
     wire: Wire = Wire()
     activations: Activations = Activations()
+    tile_tokens: int = 0
+    tile_mlp: int = 0
     trace: str | None = None
 
     def __post_init__(self) -> None:
@@ -347,6 +352,8 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "offload": lambda key, value: Offload.from_value(value),
     "wire": lambda key, value: Wire.from_value(value),
     "activations": lambda key, value: Activations.from_value(value),
+    "tile_tokens": partial(values.count, minimum=0, unit="tokens"),
+    "tile_mlp": partial(values.count, minimum=0, unit="tokens"),
     "trace": values.file,
 }
 

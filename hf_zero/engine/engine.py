@@ -28,6 +28,8 @@ from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.tiles.blocks import TiledBlock, tile_mlps
+from hf_zero.engine.tiles.heads import Surroundings, TiledHead, compute_unused, tile_heads
 from hf_zero.engine.units.as_partitioned import AsPartitioned
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
@@ -120,7 +122,14 @@ class ZeroEngine:
             self._build_units(model)
             for p in self.parameters:
                 set_owner(p.param, self)
-        for module in roots_of(model, set(self._hooks_of)):
+        seen = Surroundings(self.world, self.parameters, self._unit_of, self._hooks_of, self.backward)
+        heads = tile_heads(model, seen, lambda: bool(self._forwards.modules))
+        tiles: list[TiledHead | TiledBlock] = [*heads, *tile_mlps(model, seen)]
+        self._handles += tiles
+        runners = [each.runner for each in tiles if each.runner is not None]
+        for module in [*roots_of(model, set(self._hooks_of)), *runners]:
+            if self.world.config.tile_tokens:
+                self._handles.append(module.register_forward_hook(Hook(compute_unused)))
             hook = Hook(self._enter_root, copied_as=self._copied_as if module is model else None)
             self._handles.insert(0, module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
             self._handles.append(

@@ -23,7 +23,7 @@ from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.units.call import Call, Entry
 from hf_zero.engine.units.reading import connected, replace_tensors, tensors_in
 from hf_zero.engine.units.saved import SavedWeights
-from hf_zero.engine.units.under_way import calls_of, has_raised
+from hf_zero.engine.units.under_way import has_raised
 from hf_zero.engine.units.writes import check_numpy
 from hf_zero.errors import UsageError
 
@@ -58,12 +58,18 @@ class ModuleHooks:
 
     Args:
         entry: the module.
-        module: the same.
+        module: the same, or another whose calls stand for its.
         backward: of its model.
+        reshards: whether units are released at the end of a forward.
+        is_other: whether `module` is another.
     """
 
-    def __init__(self, entry: Entry, module: nn.Module, backward: Backward, reshards: bool) -> None:
+    def __init__(
+        self, entry: Entry, module: nn.Module, backward: Backward, reshards: bool, is_other: bool = False
+    ) -> None:
         self.entry = entry
+        if is_other:
+            entry.others.append(weakref.ref(module))
         self._keeps = entry.reads_in_backward or not reshards
         self._backward = weakref.ref(backward)
         self.handles = [
@@ -78,7 +84,7 @@ class ModuleHooks:
             return None  # the root's hook has made a new engine in this call, and torch calls old hooks without kwargs
         if backward is not None and not entry.stack and backward.gathering.has_nothing_to_do():
             return None
-        if entry.stack and entry.backward_call is None and calls_of(module) <= len(entry.stack):
+        if entry.stack and entry.backward_call is None and entry.num_calls(module) <= len(entry.stack):
             entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
         is_inside = entry.backward_call is not None or bool(entry.stack)
         entry.stack.append(None)  # before anything can raise: the forward hook pops it in any case

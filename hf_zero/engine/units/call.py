@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Container
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.units.residency import Lease
 from hf_zero.engine.units.saved import SavedWeights
+from hf_zero.engine.units.under_way import calls_of
 from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Written
 from hf_zero.errors import UsageError
@@ -33,6 +35,7 @@ class Entry:
         backward_call: the call whose tensors are in the modules during its backward.
         stack: the calls whose forward is under way, with their whole tensors; None for one that found them in place.
         is_closed: its engine has ended.
+        others: modules whose calls stand for those of the module.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit]) -> None:
@@ -41,6 +44,12 @@ class Entry:
         self.backward_call: Call | None = None
         self.stack: list[tuple[Call, list[Tensor]] | None] = []
         self.is_closed = False
+        self.others: list[weakref.ref[nn.Module]] = []
+
+    def num_calls(self, module: nn.Module) -> int:
+        """How many calls are under way on this thread, of `module` (its own or another) and of all others."""
+        others = (other for reference in self.others if (other := reference()) is not None)
+        return sum(map(calls_of, {module, *others}))
 
     def reset(self) -> None:
         """Forget calls that never came to their end."""

@@ -170,10 +170,14 @@ def connected(p: ZeroParameter) -> Tensor | None:
 
 
 def tensors_in(output: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors of what a module returns, in objects that torch's trees do not know too (plain dataclasses)."""
+    """The tensors of what a module returns, in objects that torch's trees do not know too (plain dataclasses).
+
+    But for those that are put off, see [Note: logits put off]: what computes them sees to itself.
+    """
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
-            yield leaf
+            if not hasattr(type(leaf), "is_put_off"):
+                yield leaf
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
             yield from tensors_in(list(vars(leaf).values()), depth - 1)
 
