@@ -205,11 +205,8 @@ class Measured:
         """Since `start`, with the optimizer's `state` by parameter, after `step` steps in all."""
         device, so_far = engine.world.device, engine.world.ledger.total()
         num_steps = max(step - start.step, 1)
-        peak = _peak_of_process()
-        if device.type != "cpu":
-            peak = getattr(torch.get_device_module(device), "max_memory_allocated", lambda device: 0)(device)
         traffic = (so_far.bytes - start.num_bytes) // num_steps
-        return cls(num_steps, _held(state), traffic, (so_far.seconds - start.seconds) / num_steps, peak)
+        return cls(num_steps, _held(state), traffic, (so_far.seconds - start.seconds) / num_steps, peak_of(device))
 
 
 def summary_after(engine: ZeroEngine, measured: Measured, is_full: bool = True) -> str:
@@ -249,7 +246,10 @@ def _held(state: Mapping[Any, Mapping[str, Any]]) -> int:
     return sum(torch_compat.local_of(value).nbytes for value in values)
 
 
-def _peak_of_process() -> int:
+def peak_of(device: torch.device) -> int:
+    """Most bytes at a time so far, of a device; on the CPU of this process, with all its programs."""
+    if device.type != "cpu":
+        return int(getattr(torch.get_device_module(device), "max_memory_allocated", lambda device: 0)(device))
     import resource  # there is none on Windows
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -32,6 +32,7 @@ from hf_zero.integrations.accelerate.tensor_axis import (
 )
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
+from hf_zero.integrations.trainer.metrics import Metrics
 from hf_zero.plan.summary import Measured, Start, summary, summary_after
 from hf_zero.sharding.active import is_left_whole, is_partitioned
 from hf_zero.sharding.init import activate
@@ -282,6 +283,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         self._level = summary_level()
         self.signal_saves: SignalSaves | None = None
         self._start: Start | None = None
+        self._metrics: Metrics | None = None
         patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
 
     @property
@@ -292,6 +294,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Show what is partitioned, on rank 0."""
         engine = engine_of(_unwrap(model)) if model is not None else None
+        self._metrics = None if engine is None else Metrics(engine, state.global_step)
         if engine is not None and engine.world.rank == 0 and self._level != "none":
             sys.stderr.write(summary(engine, args.mixed_precision, self._level == "full") + "\n")
             self._start = Start.of(engine, state.global_step)
@@ -304,6 +307,12 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
             background.poll()
         if self.signal_saves is not None:
             self.signal_saves.poll()
+        if self._metrics is not None:
+            self._metrics.compare(state.global_step)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What is logged beside the loss; see `Metrics`."""
+        return {} if self._metrics is None else self._metrics.since_last(step)
 
     def on_train_end(
         self, args: TrainingArguments, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any

@@ -67,6 +67,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
         "create_accelerator_and_postprocess": _wrap_create_accelerator,
         "call_model_init": functools.partial(_wrap_call_model_init, prepare_model=prepare_model),
         "train": _wrap_train,
+        "log": functools.partial(_wrap_log, callback=callback),
         "_save": _wrap_save,
         "_save_checkpoint": _wrap_save_checkpoint,
         "_save_optimizer_and_scheduler": _wrap_save_optimizer,
@@ -202,6 +203,17 @@ def _wrap_save_model(original: Callable[..., Any]) -> Callable[..., Any]:
         self._save(output_dir if output_dir is not None else self.args.output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    return wrapped
+
+
+def _wrap_log(original: Callable[..., None], callback: type) -> Callable[..., None]:
+    def wrapped(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:  # of training, not of an evaluation
+            for entry in self.callback_handler.callbacks:
+                if isinstance(entry, callback):
+                    logs.update(entry.metrics(self.state.global_step))  # type: ignore[attr-defined]
+        original(self, logs, *args, **kwargs)
 
     return wrapped
 

@@ -225,7 +225,9 @@ def test_undo_puts_back_all_that_the_arguments_change(folder: str) -> None:
         ("Trainer", "_save_checkpoint"),
         ("Trainer", "_save_optimizer_and_scheduler"),
         ("Trainer", "call_model_init"),
+        ("Trainer", "create_accelerator_and_postprocess"),
         ("Trainer", "evaluation_loop"),
+        ("Trainer", "log"),
         *([("Trainer", "save_model")] if compare_versions("transformers", "<", "5.23") else []),
         ("Trainer", "train"),
     ]
