@@ -20,9 +20,12 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.checkpoint.optimizer_state import source_of
 from hf_zero.checkpoint.ranks.background import BackgroundSaves
+from hf_zero.engine.backward import landing as landing_module
 from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.modules.beside import Arrival, CopyStream
+from hf_zero.engine.parameters.host_rows import HostRows
+from hf_zero.engine.units import from_host
 from hf_zero.engine.units import unit as unit_module
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.unit import Unit
@@ -183,6 +186,92 @@ def _sent_before_they_are_up() -> AbstractContextManager[Any]:
     return patch.object(unit_module, "going_up", behind_nothing)
 
 
+_ALL_ON_HOST: dict[str, Any] = {"offload": {"optimizer": "host", "parameters": "host"}}
+
+
+def _offloading_what_is_not_cut(device: torch.device) -> Tensor:
+    """The same of parameters that no exchange brings."""
+    return _training(device, keep_whole_numel=10**6, **_ALL_ON_HOST)
+
+
+def _offloading_with_early_copies(device: torch.device) -> Tensor:
+    """The same, where copies up run as soon as they may."""
+    go_up = unit_module.going_up
+
+    @contextlib.contextmanager
+    def at_once(*args: Any) -> Iterator[Any]:
+        with go_up(*args) as upload:
+            yield upload
+        from_host._stream(device).synchronize()
+
+    with patch.object(unit_module, "going_up", at_once):
+        return _offloading(device)
+
+
+def _offloading_with_late_copies(device: torch.device) -> Tensor:
+    """The same, where the device has computed a whole backward before anything comes down."""
+    wait = Landing.wait
+
+    def later(landing: Landing) -> None:
+        torch.accelerator.current_stream(device).synchronize()
+        wait(landing)
+
+    with patch.object(Landing, "wait", later):
+        return _training(device, bucket_bytes=1, **_ALL_ON_HOST)
+
+
+def _accumulating(device: torch.device) -> Tensor:
+    """The losses of steps of several micro-batches, whose gradients come into rooms that are soon full."""
+    with patch.object(landing_module, "_ROOM_BYTES", 1024):
+        model = _stack(device, **_ALL_ON_HOST)
+        optimizer, losses = adamw(model), []
+        for step in range(3):
+            for micro in range(3):
+                losses.append(_loss(model, 3 * step + micro, device))
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses).detach().cpu()
+
+
+def _editing(device: torch.device) -> Tensor:
+    """The losses of weights that are edited between forwards, none of which anybody waits for."""
+    model, losses = _stack(device, **_ALL_ON_HOST), []
+    with torch.no_grad():
+        for step in range(3):
+            losses.append(_loss(model, step, device))
+            for param in model.parameters():
+                param.mul_(0.5)
+    return torch.stack(losses).cpu()
+
+
+def _waits_for_no_computation(module: Any) -> AbstractContextManager[Any]:
+    return patch.object(module, "wait_for_computation", lambda copies, device: None)
+
+
+def _given_back_before_they_are_down() -> AbstractContextManager[Any]:
+    take = Landing.take
+
+    def without_a_wait(landing: Landing, results: Any) -> None:
+        take(landing, results)
+        landing._descents.clear()
+
+    return patch.object(Landing, "take", without_a_wait)
+
+
+def _added_before_they_are_down() -> AbstractContextManager[Any]:
+    mark = Landing._mark
+
+    def with_other_events(landing: Landing) -> torch.Event:
+        parts = list(landing._unmarked)
+        event = mark(landing)
+        for part in parts:
+            part.event = torch.Event(landing._world.device)
+        return event
+
+    return patch.object(Landing, "_mark", with_other_events)
+
+
 def _recomputing(device: torch.device) -> Tensor:
     """The losses of steps in which the inputs of layers go down to the host, and come up to be computed again."""
     model = make_model(CASES["llama"]).to(device)
@@ -231,6 +320,22 @@ MISTAKES = {
     ),
     "gradients are read before they are down": Mistake(lambda device: _read_before_they_are_down(), _offloading),
     "a gather begins before its rows are up": Mistake(lambda device: _sent_before_they_are_up(), _offloading),
+    "rows are computed with before they are up": Mistake(
+        lambda device: patch.object(from_host.Upload, "wait", lambda upload: None), _offloading_what_is_not_cut
+    ),
+    "rows go up into memory that is still in use": Mistake(
+        lambda device: _waits_for_no_computation(from_host), _offloading_with_early_copies
+    ),
+    "rows are cast where others still go up from": Mistake(
+        lambda device: patch.object(HostRows, "note_copies", lambda rows, event: None), _editing
+    ),
+    "gradients go down before they are computed": Mistake(
+        lambda device: _waits_for_no_computation(landing_module), _offloading
+    ),
+    "gradients are given back while they go down": Mistake(
+        lambda device: _given_back_before_they_are_down(), _offloading_with_late_copies
+    ),
+    "gradients are added before they are down": Mistake(lambda device: _added_before_they_are_down(), _accumulating),
     "inputs are computed with before they are up": Mistake(lambda device: _computed_before_they_are_up(), _recomputing),
     "inputs are given back while they go down": Mistake(
         lambda device: _given_back_while_they_go_down(), _recomputing, ("early",)

@@ -97,6 +97,8 @@ def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
         "offload_in_chunks",
         "offload_in_parts",
         "offload_is_refused",
+        "offload_memory",
+        "offload_waits",
         "offload_threads",
         "offload_scaled",
         "offload_doors",

@@ -122,7 +122,8 @@ class Landing:
         self._last = event
         limit = self._world.config.bucket_bytes
         while len(self._descents) > 1 and sum(each.num_bytes for each in self._descents) > limit:
-            compute.wait_event(self._descents.popleft().event)  # its memory is the compute stream's again
+            compute.wait_event(self._descents[0].event)
+            self._descents.popleft()  # only now is its memory the compute stream's again
 
     def wait(self) -> None:
         """Wait until all are down, and let parameters have them."""
