@@ -35,6 +35,10 @@ TESTED = {
 _NAMES = ("HF_ZERO_CONFIG", "HF_ZERO_COLLECTIVES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 
 
+# With "1", kernels of two communicators wait for each other, where ranks launch them in different orders.
+_ONE_AFTER_THE_OTHER = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT")
+
+
 class Finding(NamedTuple):
     """One line of the report.
 
@@ -202,6 +206,10 @@ def _environment() -> Iterator[Finding]:
     for name in _NAMES:
         if name in os.environ:
             yield Finding("note", name, os.environ[name])
+    for name in _ONE_AFTER_THE_OTHER:
+        if os.environ.get(name) == "1":
+            why = "gathers and reductions use a communicator each, which may then wait for each other for ever"
+            yield Finding("note", name, f"1: {why}; unset it, unless something else needs it")
 
 
 def _ranks(num_processes: int) -> Finding:

@@ -23,7 +23,7 @@ class LossScaler(torch.amp.GradScaler):
 
     Args:
         config: the scale and when it changes.
-        device: the type of the device that the loss is on.
+        device: the type of the device that the loss is on; by default this machine's accelerator, or the CPU without one.
 
     Example:
         scaler = zero.LossScaler(engine.world.config.loss_scale, "cpu")
@@ -38,7 +38,10 @@ class LossScaler(torch.amp.GradScaler):
     Source: DeepSpeed 0.19, `runtime/fp16/loss_scaler.py` (`DynamicLossScaler`).
     """
 
-    def __init__(self, config: LossScale | None = None, device: str = "cuda") -> None:
+    def __init__(self, config: LossScale | None = None, device: str | None = None) -> None:
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = "cpu" if accelerator is None else accelerator.type
         self._config, self._on = config or LossScale(), torch.device(device)
         self._left = torch.tensor(self._config.hysteresis, device="cpu")  # overflows until the scale is halved
         self._has_ended: Tensor | None = None  # on the host, once the event has passed

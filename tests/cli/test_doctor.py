@@ -50,6 +50,19 @@ def test_the_first_two_numbers_of_a_release_are_compared(
     assert doctor.is_newer_than_tested("torch", version) is is_newer
 
 
+def test_what_lets_two_communicators_wait_for_each_other_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    main(["doctor", "--num-processes", "0"])
+    assert (
+        "note  CUDA_DEVICE_MAX_CONNECTIONS 1: gathers and reductions use a communicator each" in capsys.readouterr().out
+    )
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    main(["doctor", "--num-processes", "0"])
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in capsys.readouterr().out
+
+
 def test_a_problem_is_an_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["no-such-package>=1"])
     assert main(["doctor", "--num-processes", "0"]) == 1

@@ -190,6 +190,13 @@ def test_defaults_are_those_of_torch() -> None:
     assert ours == theirs
 
 
+def test_scales_on_this_machine_s_device_by_default() -> None:
+    scaler = zero.LossScaler()
+    assert scaler.is_enabled()  # also without an accelerator, where torch's own would do nothing
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    assert scaler.scale(torch.ones(())).device.type == (accelerator.type if accelerator else "cpu")
+
+
 def test_state_of_a_plain_scaler_is_loaded() -> None:
     scaler = zero.LossScaler(zero.LossScale(hysteresis=2), "cpu")
     scaler.load_state_dict(Scaler("cpu", init_scale=8.0).state_dict())
