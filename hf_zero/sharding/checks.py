@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_quantised
+from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_quantised, plain_parts
 from hf_zero.engine.parameters.records import is_gathered
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import find_parameters
@@ -87,17 +87,25 @@ def check_quantised(model: nn.Module, world: World) -> None:
     cuts = world.config.policy.shards_parameters and world.partitions
     if cuts and not is_known and (own or getattr(model, "is_quantized", False)):
         raise PartitionError(
-            f"{name} is quantised, and of quantised weights stage 3 can cut bitsandbytes' 4-bit ones only: use those, or "
+            f"{name} is quantised ({_kind_of(model, own)}), and of quantised weights stage 3 can cut bitsandbytes' 4-bit ones "
+            "only: use those, or "
             "stage 2 (or 1), which leaves all of them whole on every rank and partitions the gradients and optimizer states "
             "of the others; or load it unquantised"
         )
-    sums = [int(param.detach().as_subclass(torch.Tensor).view(torch.uint8).sum()) for _, param in own]
+    sums = [sum(int(part.view(torch.uint8).sum()) for part in plain_parts(param)) for _, param in own]
     for rank, others in enumerate(world.everyone.agree(sums, "quantised weights") if own else ()):
         if differing := [name for (name, _), ours, theirs in zip(own, sums, others, strict=True) if ours != theirs]:
             raise PartitionError(
                 f"the ranks' models differ: quantised weights such as {differing[0]!r} are others on rank {rank}: load "
                 "them from the same files everywhere"
             )
+
+
+def _kind_of(model: nn.Module, own: list[tuple[str, nn.Parameter]]) -> str:
+    """What a user calls these weights: the method that transformers knows, and the class that holds them."""
+    method = getattr(model, "quantization_method", None)
+    kinds = sorted({type(param).__name__ for _, param in own})
+    return ", ".join([*([str(getattr(method, "value", method))] if method is not None else []), *kinds]) or "unknown"
 
 
 def refuse_whole_for_a_while(model: nn.Module) -> None:

@@ -189,6 +189,92 @@ def test_what_cannot_be_cut_is_an_error_that_says_what_can(folder: str) -> None:
         adapted(folder, "4bit")
 
 
+class Int8Weight(Tensor):
+    """Packed bytes and their scales, as torchao wraps them: knows what to do in a linear layer, and little else."""
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, scale: Tensor) -> Int8Weight:
+        made: Int8Weight = Tensor._make_wrapper_subclass(cls, packed.shape, dtype=scale.dtype)
+        return made
+
+    def __init__(self, packed: Tensor, scale: Tensor) -> None:
+        self.packed, self.scale = packed, scale
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return cls((weight / scale).round().to(torch.int8), scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["packed", "scale"], None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, *bias = args
+            return func(x, weight.packed.to(x.dtype) * weight.scale, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0].scale)
+        raise NotImplementedError(f"{func} of Int8Weight")
+
+
+class PackedInBuffers(nn.Module):
+    """A layer without a parameter, as GPTQ's and AWQ's."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, None
+        weight = Int8Weight.of(layer.weight.detach())
+        self.register_buffer("qweight", weight.packed)
+        self.register_buffer("scales", weight.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.qweight.to(x.dtype) * self.scales).t()  # type: ignore[operator]
+
+
+def with_int8(in_buffers: bool) -> nn.Module:
+    model = make_model(LLAMA)
+    for block in model.model.layers:
+        for part, name in [(block.mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]:
+            layer = getattr(part, name)
+            if in_buffers:
+                setattr(part, name, PackedInBuffers(layer))
+            else:
+                layer.weight = nn.Parameter(Int8Weight.of(layer.weight.detach()), requires_grad=False)
+    model.is_quantized, model.quantization_method = True, "int8"
+    torch.manual_seed(3)
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(model, adapters)
+
+
+@on_ranks(2, stage=[0, 1, 2, 3], in_buffers=[False, True])
+def test_weights_of_other_quantisers_stay_whole_and_adapters_train(stage: int, in_buffers: bool) -> None:
+    ours, reference = with_int8(in_buffers), with_int8(in_buffers)
+    config = {"stage": stage, "collectives": "pairwise"}
+    if stage == 3:
+        with pytest.raises(zero.PartitionError, match=r"quantised \(int8.*4-bit ones only.*stage 2 \(or 1\)"):
+            zero.shard_model(ours, config)
+        return
+    zero.shard_model(ours, config)
+    losses, expected = trained(ours, LLAMA, [dist.get_rank()]), trained(reference, LLAMA, [0, 1])
+    assert losses == [[by_rank[dist.get_rank()]] for by_rank in expected]
+    found, weights = adapters(ours), adapters(reference)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@on_ranks(2)
+def test_other_values_on_a_rank_are_found_in_what_wrappers_hold() -> None:
+    model = with_int8(in_buffers=False)
+    if dist.get_rank() == 1:
+        model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.weight").packed.add_(1)
+    with pytest.raises(zero.PartitionError, match=r"mlp\.up_proj\.weight.*are others on rank"):
+        zero.shard_model(model, {"stage": 1, "collectives": "pairwise"})
+
+
 @on_ranks(2, stage=[2, 3])
 def test_the_plan_counts_what_the_engine_holds(stage: int, folder: str) -> None:
     ours = adapted(folder, "4bit")

@@ -88,6 +88,14 @@ def can_be_cut(param: nn.Parameter) -> bool:
     )
 
 
+def plain_parts(value: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor of any class is made of: itself, or what a wrapper of several (torchao's) holds."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return [value.detach().as_subclass(Tensor)]
+    names, _ = value.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(value, name))]
+
+
 def remember_class(param: nn.Parameter, before: nn.Parameter, holders: list[tuple[nn.Module, str]]) -> None:
     """Let `param` be shown as the class of `before`, whose attributes it has."""
     setattr(param, _CLASS, type(before))
