@@ -13,6 +13,7 @@ from tests.engine.tiles.models import batch, make
 from tests.engine.twins import Near, Net, Twins
 from tests.models import CASES, make_model
 from tests.ranks import alone, on_ranks
+from tests.tensor_axis import load, shared_folder, tokens
 
 CLOSE = Near(rtol=1e-5, atol=1e-6)
 
@@ -88,3 +89,18 @@ def test_experts_and_their_routers_are_left_alone() -> None:
 def test_a_model_without_an_mlp_is_an_error() -> None:
     with pytest.raises(zero.ConfigError, match="no MLP found in Net"):
         zero.shard_model(Net(), zero.ZeroConfig(stage=0, tile_mlp=4))
+
+
+@on_ranks(2, stage=[1, 3])
+def test_layers_that_the_tensor_axis_cuts(stage: int) -> None:
+    folder, losses, norms = shared_folder("llama"), [], []
+    for tile in (0, 4):
+        with zero.Init(zero.ZeroConfig(stage=stage, tp_size=2, tile_mlp=tile)):
+            model = load(folder)
+        inputs = tokens(0, 0)
+        loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        losses.append(loss.detach())
+        norms.append(torch.stack([p.grad.full_tensor().norm() for p in model.parameters()]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=1e-6)

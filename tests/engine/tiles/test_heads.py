@@ -14,6 +14,7 @@ from hf_zero.engine.tiles.put_off import PutOff
 from tests.engine.tiles.models import CONFIGS, VOCAB, LargestLogits, batch, make
 from tests.engine.twins import STAGES, Near, Twins
 from tests.ranks import alone, on_ranks
+from tests.tensor_axis import load, shared_folder
 
 CLOSE = Near(rtol=1e-5, atol=1e-6)
 
@@ -272,3 +273,14 @@ def test_a_copy_of_a_model_computes_all_logits_until_it_has_an_engine() -> None:
     assert "_compiled_call_impl" not in vars(copy.deepcopy(model).lm_head)
     engine.close()
     assert type(model(**batch(0, 0)).logits) is Tensor
+
+
+# ---- the tensor axis ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_head_that_the_tensor_axis_cuts_is_an_error() -> None:
+    with zero.Init(zero.ZeroConfig(stage=1, tp_size=2, tile_tokens=4)):
+        model = load(shared_folder("llama"))
+    with pytest.raises(zero.ConfigError, match=r"'lm_head.weight' is cut over the tensor axis"):
+        zero.shard_model(model)
