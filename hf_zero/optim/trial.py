@@ -21,9 +21,32 @@ _PROBE_STEPS = 16
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """A trial leaves no trace: the user's random numbers stay where they are, and warnings are of the step, not of it."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if (device := _device_in_use()) is not None:
+            fork = torch.random.fork_rng(devices=[device.index], device_type=device.type)
+            stack.enter_context(fork)
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
+
+
+def seed(number: int) -> None:
+    """Seed a trial, in `quietly`. (A device that is not in use yet would be seeded when it is, and stay so.)"""
+    if _device_in_use() is None:
+        torch.random.default_generator.manual_seed(number)
+    else:
+        torch.manual_seed(number)
+
+
+def _device_in_use() -> torch.device | None:
+    """This process's accelerator, if it has begun to use one."""
+    if not torch.accelerator.is_available():
+        return None
+    index, kind = torch.accelerator.current_device_index(), torch.accelerator.current_accelerator()
+    assert kind is not None
+    is_used = getattr(torch.get_device_module(kind), "is_initialized", lambda: True)()
+    return torch.device(kind.type, index) if is_used else None
 
 
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
@@ -54,7 +77,7 @@ def _try(
 ) -> Tensor:
     """Step on two tiny parameters, of which the other's values and gradients are scaled; returns how the first has moved."""
     generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
+    seed(0)
     shape = (8,) * like.ndim
 
     def draw() -> Tensor:

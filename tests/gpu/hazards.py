@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from hf_zero.comm import torch_groups
+from hf_zero.optim.choice import stepping_of, worlds_of
 from tests.gpu.training import BLOCKS, LLAMA, STAGES, STEPS, adamw, batch_of, furthest, train
 from tests.models import Case, Stack, make_model, stack_batch
 from tests.tensor_axis import CONFIGS as configs_of_the_tensor_axis
@@ -172,6 +173,34 @@ def bound(device: torch.device) -> dict[str, Any]:
     return {}
 
 
+class _Unknown(torch.optim.Optimizer):
+    """Of a class that has to be tried: it adds noise, of the device where its parameters are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad + 0 * torch.rand_like(param.grad))
+
+
+def random_numbers(device: torch.device) -> dict[str, Any]:
+    """An optimizer that is tried first leaves the random numbers of the device where they are."""
+    found = []
+    for kind in (torch.optim.SGD, _Unknown):
+        model = make_model(LLAMA).to(device)
+        zero.shard_model(model, {"stage": 1, "optimizer_on": "auto" if kind is _Unknown else "rows", **BLOCKS})
+        model(**batch_of(0, dist.get_rank(), device)).loss.backward()
+        optimizer = kind(model.parameters())
+        torch.manual_seed(5 + dist.get_rank())
+        if kind is _Unknown:
+            stepping_of(optimizer, worlds_of(optimizer))  # chosen, and not run: it draws itself
+        found.append(torch.stack([torch.rand(3, device=device).cpu(), torch.rand(3, device="cpu")]))
+    assert torch.equal(*found), found
+    return {}
+
+
 def _parity_of_cells(device: torch.device, case: Case = LLAMA, **config: Any) -> float:
     """How far the losses of a model are from those of one process that sees the batch of every cell of the tensor axis."""
     model = make_model(case)
@@ -216,5 +245,5 @@ def some_ranks(device: torch.device) -> dict[str, Any]:
     return {"furthest": far}
 
 
-OF_TWO = (closure, raises, mixed, half, connections, whole_model, bound)
+OF_TWO = (closure, raises, mixed, half, connections, whole_model, bound, random_numbers)
 OF_FOUR = (replicas, tensor_axis, some_ranks)

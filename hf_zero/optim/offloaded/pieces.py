@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_zero.errors import OffloadError, UsageError
 from hf_zero.optim.kinds import is_known, step_of
-from hf_zero.optim.trial import quietly, trial_of
+from hf_zero.optim.trial import quietly, seed, trial_of
 
 _STEPS = 4
 _SIDE = 8
@@ -133,9 +133,9 @@ def _difference(optimizer: Any, group: dict[str, Any], has_closure: bool) -> str
     parts = trial_of(optimizer, group, pieces)
     for number in range(_STEPS):
         slopes = [draw(), draw()]
-        torch.manual_seed(number)
+        seed(number)
         _step(whole, wholes, slopes, wholes, has_closure)
-        torch.manual_seed(number)
+        seed(number)
         _step_in_pieces(parts, pieces, [*_parts(slopes[0]), slopes[1].clone()], has_closure)
     for key, state in whole.state.items():
         if not isinstance(key, Tensor):
