@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.comm.groups import default_group
+from hf_zero.config.launched import tell_where_script_differs
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of, live_engines
 from hf_zero.engine.parameters.replaced import current
@@ -62,6 +63,8 @@ class ZeroPlugin:
     ) -> None:
         self.mesh = mesh
         self.config = ZeroConfig.load({} if config is None and overrides else config, **overrides)
+        if config is not None:
+            tell_where_script_differs(self.config, "ZeroPlugin")
 
     def __repr__(self) -> str:
         return f"ZeroPlugin({self.config})"

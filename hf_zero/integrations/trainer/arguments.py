@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_zero.checkpoint.ranks.background import background_of, wait_for
 from hf_zero.config.files import CONFIG_VARIABLE, summary_level
+from hf_zero.config.launched import tell_where_script_differs
 from hf_zero.config.zero_config import ZeroConfig, load_with_import
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import ConfigError, UsageError
@@ -156,6 +157,8 @@ def _read_config(args: TrainingArguments) -> ZeroConfig | None:
     if source is None and not os.environ.get(CONFIG_VARIABLE):
         return None
     config, imported = load_with_import(source)
+    if source is not None:
+        tell_where_script_differs(config, "zero")
     if imported is not None:
         _take_over(args, imported.training)
     return config

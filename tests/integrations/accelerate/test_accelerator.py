@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import hf_zero as zero
+from hf_zero.config import files
 from tests.engine.twins import STAGES, whole
 from tests.integrations.refusals import refused
 from tests.models import CASES, LENGTH, VOCAB, make_model
@@ -282,7 +284,12 @@ def test_the_variable_names_the_configuration(tmp_path: Path) -> None:
     model = accelerator.prepare(make_model(CASE))
     config = zero.engine_of(model).world.config
     assert (config.stage, config.compute_dtype, is_plain(model)) == (2, "bfloat16", False)
-    assert zero.ZeroPlugin(1).config == zero.ZeroPlugin("zero1").config == zero.ZeroConfig(stage=1)
+    with mock.patch.object(files, "show_once") as said:
+        assert zero.ZeroPlugin(1).config == zero.ZeroPlugin("zero1").config == zero.ZeroConfig(stage=1)
+        assert "ZeroPlugin of the script counts (stage 1), not the launcher's" in said.call_args.args[0]
+        assert said.call_count == 2
+        zero.ZeroPlugin({"stage": 2, "collectives": "pairwise"})  # the same
+        assert said.call_count == 2
     assert zero.shard_model(make_model(CASE), 1).world.config == zero.ZeroConfig(stage=1)
 
 

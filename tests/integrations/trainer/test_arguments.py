@@ -12,6 +12,7 @@ import pickle
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import hf_zero as zero
+from hf_zero.config import files
 from tests.integrations.refusals import error_of, refused
 from tests.integrations.trainer.runs import (
     COLLECTIVES,
@@ -84,6 +86,11 @@ def test_arguments_are_read_from_everywhere(folder: str) -> None:
         made(folder, zero=7)
     os.environ["HF_ZERO_CONFIG"] = str(path)
     ways["variable"] = made(folder)
+    with mock.patch.object(files, "show_once") as said:
+        assert made(folder, zero=1).zero_config.stage == 1  # a script's own word counts, and that is said
+        assert "zero of the script counts (stage 1)" in said.call_args.args[0]
+        made(folder, zero=str(path))
+        assert said.call_count == 1
     del os.environ["HF_ZERO_CONFIG"]
     none = made(folder)
     for name, each in ways.items():
