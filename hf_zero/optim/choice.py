@@ -127,7 +127,10 @@ def _refuse_across_parameters(optimizer: torch.optim.Optimizer) -> None:
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _LOOKS_ACROSS), None)
     why = _LOOKS_ACROSS[name] if name is not None else None
     if why is None and not is_elementwise(optimizer) and depends_on_others(optimizer):
-        why = "steps on one parameter differently when another has another gradient (a norm or step size over all of them)"
+        why = (
+            "steps on one parameter differently when another has another gradient (a norm or step size over all of them), or "
+            "by its place in the list"
+        )
     if why is not None:
         raise UsageError(
             f"{type(optimizer).__name__} {why}, but a rank steps on its part of the parameters only: use an optimizer that "

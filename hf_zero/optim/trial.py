@@ -50,7 +50,7 @@ def _device_in_use() -> torch.device | None:
 
 
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's step on one parameter depends on the gradient of another; tried on two tiny ones.
+    """Whether an optimizer's step on one parameter depends on the gradient of another, or on its place; tried on two tiny ones.
 
     An optimizer that cannot be tried (it fails on tiny parameters) counts as one that does not.
     """
@@ -65,17 +65,40 @@ def _depends_on_others(optimizer: torch.optim.Optimizer, with_closure: bool) -> 
         for group in optimizer.param_groups:
             if group["params"]:
                 like: Tensor = group["params"][0]
-                first, second = (_try(optimizer, group, like, scale, with_closure) for scale in (1.0, 3.0))
+                first, *others = (_try(optimizer, group, like, scale, with_closure) for scale in (1.0, 3.0))
+                if not _has_drawn():  # else another order draws other numbers
+                    others.append(_try(optimizer, group, like, 1.0, with_closure, is_first=False))
                 # Some rounding differs with how memory is aligned.
-                if not torch.allclose(first, second, rtol=0.0, atol=1e-4 * float(first.abs().max()), equal_nan=True):
+                atol = 1e-4 * float(first.abs().max())
+                if not all(torch.allclose(first, each, rtol=0.0, atol=atol, equal_nan=True) for each in others):
                     return True
     return False
 
 
+def _has_drawn() -> bool:
+    """Whether the last trial has drawn random numbers."""
+    now = torch.get_rng_state()
+    return not torch.equal(now, torch.manual_seed(0).get_state())
+
+
 def _try(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: Tensor, scale: float, with_closure: bool
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    like: Tensor,
+    scale: float,
+    with_closure: bool,
+    is_first: bool = True,
 ) -> Tensor:
-    """Step on two tiny parameters, of which the other's values and gradients are scaled; returns how the first has moved."""
+    """Step on two tiny parameters, of which the other's values and gradients are scaled; returns how the one has moved.
+
+    Args:
+        optimizer: whose step it is.
+        group: of the parameters, with its options.
+        like: a parameter of as many dims.
+        scale: of the other's.
+        with_closure: whether the step is given one.
+        is_first: whether the one comes before the other.
+    """
     generator = torch.Generator().manual_seed(0)
     seed(0)
     shape = (8,) * like.ndim
@@ -86,7 +109,7 @@ def _try(
     one, other = nn.Parameter(draw()), nn.Parameter(draw() * scale)
     start = one.detach().clone()
     slopes = draw(), draw() * scale  # with some noise: step sizes that are estimated grow only where gradients agree
-    tried = trial_of(optimizer, group, [one, other])
+    tried = trial_of(optimizer, group, [one, other] if is_first else [other, one])
 
     def closure() -> Tensor:
         # With a part that follows the values: some optimizers move them before they ask, and back again.

@@ -185,6 +185,17 @@ class GlobalNorm(Plain):
             param.sub_(0.1 * param.grad / norm)
 
 
+class ByPlace(Plain):
+    """GrokAdamW-like: the later a parameter comes, the less it remembers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for place, param in enumerate(p for p in group["params"] if p.grad is not None):
+                mean = self.state[param].setdefault("mean", torch.zeros(param.shape))
+                param.sub_(group["lr"] * mean.lerp_(param.grad, 1 - 0.9 * 0.8**place))
+
+
 class Marked(Plain):
     """Elementwise, and marked so."""
 
@@ -321,6 +332,7 @@ def test_users_choose_that_an_optimizer_steps_on_whole_parameters(name: str) -> 
     2,
     case=[
         ("norm", "when another has another gradient"),
+        ("place", "by its place in the list"),
         ("lbfgs", "one search direction"),
         ("adapters", "computes the step of one matrix of an adapter from the other"),
     ],
@@ -332,7 +344,8 @@ def test_an_optimizer_that_looks_across_parameters_is_an_error(case: tuple[str, 
         names, params = zip(*model.named_parameters(), strict=True)
         optimizer: Any = LoraFAOptimizer([{"params": params, "names": names, "scaling_factor": 1.0, "lr": 0.1}])
     else:
-        optimizer = GlobalNorm(model.parameters()) if kind == "norm" else torch.optim.LBFGS(model.parameters())
+        kinds: dict[str, Any] = {"norm": GlobalNorm, "place": ByPlace, "lbfgs": torch.optim.LBFGS}
+        optimizer = kinds[kind](model.parameters())
     with pytest.raises(zero.UsageError, match=why) as caught:
         train(model, optimizer)
     assert "stage 0" in str(caught.value)
