@@ -476,6 +476,12 @@ _ASYNC = [
     importlib.import_module(f"trl.experimental.async_{each}.async_{each}_trainer") for each in ("grpo", "distillation")
 ]
 TRL = [
+    Seam(
+        importlib.import_module("trl.trainer.sft_trainer").SFTTrainer,
+        "compute_loss",
+        "self._total_train_tokens += num_tokens_in_batch // self._tp_size",
+        "counts of each batch once",
+    ),
     Seam(_VLLM, "_iter_named_params", "name = self._fix_param_name_to_vllm(name)", "wrapped: what it yields is whole"),
     Seam(_VLLM, "sync_weights", "if self._weight_metadata is None:", "wrapped: shapes are known without a gather"),
     Seam(_VLLM, "sync_weights", "else: for _ in self._iter_named_params():", "ranks that only take part"),

@@ -129,11 +129,12 @@ def _dtypes(engine: ZeroEngine, mixed_precision: str) -> str:
 
 def _axes(world: World) -> str:
     """How the ranks are arranged, where they are not one row."""
+    shared = f", each sequence over {world.sequence.num_ranks} ranks" if world.sequence.num_ranks > 1 else ""
     if world.tensor.num_ranks == 1:
         several = world.replicas.num_ranks > 1
-        return f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if several else ""
+        return (f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if several else "") + shared
     replicas = f"{world.replicas.num_ranks} replicas x " if world.replicas.num_ranks > 1 else ""
-    return f" ({replicas}{world.num_shards} shards x {world.tensor.num_ranks} (tensor axis))"
+    return f" ({replicas}{world.num_shards} shards x {world.tensor.num_ranks} (tensor axis)){shared}"
 
 
 def _kept_inputs(world: World) -> str:

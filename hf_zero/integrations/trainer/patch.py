@@ -177,9 +177,10 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not engine_under(self.model) and is_partitioned(self.model):
             raise UsageError("the Trainer's model was partitioned, but its engine is gone: make the Trainer again")
-        if (
-            self.model_init is None
-        ):  # else its next model agrees; after a trial of a search, rank 0 alone has let go of the last
+        if "_tp_size" in vars(self) and engine_under(self.model) is not None:
+            self._tp_size = 1  # TRL divides counts of tokens by it, which are of each batch once here
+        # Else its next model agrees; after a trial of a search, rank 0 alone has let go of the last.
+        if self.model_init is None:
             trainer_checkpoint.agree_on_folder(self.args, self.model)
         if resume_from_checkpoint and engine_under(self.model) is not None:
             resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint)

@@ -70,18 +70,20 @@ def check_heads(config: Any, name: str, world: World) -> None:
 def _reason(model: PreTrainedModel, config: Any) -> str:
     forward = inspect.signature(type(model).forward).parameters
     missing = [each for each in _NEEDED if each not in forward]
+    others = sorted({each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION})
+    if others:
+        return f"has layers of type {', '.join(others)}, which compute across tokens in a way of their own"
     crosses = getattr(config, "is_decoder", False) and getattr(config, "add_cross_attention", False)
     if getattr(config, "is_encoder_decoder", False) or crosses:
         return "has an encoder and a decoder"
-    if not getattr(config, "is_causal", True) or model.config is not config:
+    if model.config is not config or not _is_causal(model, config):
         return "is not causal over text alone"
+    if not _has_loss_by_token(model):
+        return "is neither a causal language model nor the base of one"
     if not model._supports_attention_backend:
         return "has attention of its own, not by transformers' attention interface"
     if missing:
         return f"takes no {' and no '.join(missing)}"
-    others = sorted({each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION})
-    if others:
-        return f"has layers of type {', '.join(others)}, which carry a state along the sequence"
     across = next((part for part in model.modules() if isinstance(part, _ACROSS_TOKENS)), None)
     if across is not None:
         return f"has a {type(across).__name__}, which may compute across tokens"
@@ -90,6 +92,17 @@ def _reason(model: PreTrainedModel, config: Any) -> str:
     if getattr(config, "output_router_logits", False):
         return "has a loss of its router (output_router_logits), which is of whole sequences"
     return ""
+
+
+def _is_causal(model: PreTrainedModel, config: Any) -> bool:
+    return getattr(config, "is_causal", True) and all(getattr(part, "is_causal", True) for part in model.modules())
+
+
+def _has_loss_by_token(model: PreTrainedModel) -> bool:
+    """Whether outputs are by token: other heads look at the last token, or at several."""
+    if model.base_model is not model and not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return False
+    return "shift_labels" in inspect.signature(model.loss_function).parameters
 
 
 def _rotary_kinds(config: Any) -> set[str]:

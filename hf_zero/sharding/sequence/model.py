@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _IGNORED = -100  # a label that is no target
 _WHOLE = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
 _SLICED = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
-_KNOWN = (*_WHOLE, *_SLICED, "past_key_values", "logits_to_keep", "cache_position")
+_UNUSED = "seq_idx"  # of packed documents, for recurrent layers alone
+_KNOWN = (*_WHOLE, *_SLICED, _UNUSED, "past_key_values", "logits_to_keep", "cache_position")
 
 
 def slice_sequences(model: nn.Module, world: World) -> None:
@@ -103,7 +104,7 @@ class Slices:
         if tokens is None:
             raise UsageError("sp_size: the model is given neither input_ids nor inputs_embeds")
         own = Slice(tokens.shape[1], self.world.sequence.rank, self.world.sequence.num_ranks)
-        found = dict(given)
+        found = {name: value for name, value in given.items() if name != _UNUSED}
         for name, padding in (("input_ids", self._padding()), ("inputs_embeds", 0)):
             if found.get(name) is not None:
                 found[name] = own.own(own.pad(found[name], padding, 1), 1)

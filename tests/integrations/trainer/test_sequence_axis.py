@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_zero as zero
 from hf_zero.errors import ConfigError, UsageError
+from tests.integrations.trl_inputs import config, text, tokenizer
 from tests.ranks import on_ranks, run_alone, run_ranks
 from tests.sequence_axis import LENGTH, VOCAB, make
 
@@ -107,6 +109,60 @@ def test_trainer_goes_on_with_slices_and_other_batches_beside_them(tmp_path: Pat
     axes = ParallelismConfig(sp_size=2)
     options = {"resume": str(tmp_path / "a" / "checkpoint-2"), "parallelism_config": axes}
     _equal(run_ranks(_train, 4, str(tmp_path / "b"), 1, {"stage": 3}, **options)[0], reference, first=2)
+
+
+def _tune(out: str, packing: bool, zero_config: dict[str, Any] | None) -> list[dict[str, float]]:
+    """Supervised fine-tuning: packed texts of which no document sees another, or answers to prompts."""
+    from trl import SFTConfig, SFTTrainer
+
+    options = {
+        "output_dir": out,
+        "max_length": 16,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "packing": packing,
+        "eval_packing": False,
+    }
+    kind = SFTConfig if zero_config is None else zero.with_zero(SFTConfig)
+    args = kind(**options, **({} if zero_config is None else {"zero": zero_config, "sp_size": 2}))
+    texts = {"text": [text(number) for number in range(48)]}
+    pairs = {"prompt": [text(number) for number in range(24)], "completion": [text(99 - n) for n in range(24)]}
+    rows = Dataset.from_dict(texts if packing else pairs)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(tied=False))
+    trainer = SFTTrainer(
+        model, args, train_dataset=rows, eval_dataset=rows.select(range(8)), processing_class=tokenizer()
+    )
+    trainer.train()
+    logs = [*trainer.state.log_history[:3], trainer.evaluate()]
+    zero.undo()
+    names = (
+        "loss",
+        "grad_norm",
+        "entropy",
+        "mean_token_accuracy",
+        "num_tokens",
+        "eval_loss",
+        "eval_mean_token_accuracy",
+    )
+    return [{name: each[name] for name in names if name in each} for each in logs]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "completions"])
+def test_supervised_fine_tuning_is_that_of_one_process(tmp_path: Path, packing: bool) -> None:
+    reference = run_alone(_tune, str(tmp_path / "one"), packing, None)
+    for found in run_ranks(_tune, 2, str(tmp_path / "two"), packing, {"stage": 3, "collectives": "pairwise"}):
+        for ours, theirs in zip(found, reference, strict=True):
+            assert len(theirs) >= 2
+            assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @on_ranks(2)
