@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 import hf_zero as zero
+from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.sharding.sequence.attention import joined_outputs
 from tests.ranks import on_ranks
 from tests.sequence_axis import BATCH, LENGTH, Pair, loss_of, make, packed, plain, ragged
@@ -107,6 +111,34 @@ def test_generation_and_joined_outputs_are_of_whole_sequences() -> None:
     for use_cache in (True, False):
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": use_cache}
         assert torch.equal(model.generate(ids, **options), plain_model.generate(ids, **options))
+
+
+def _load(folder: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+
+
+@on_ranks(4)
+def test_a_tensor_axis_beside_it_trains_as_one_process(tmp_path: Path) -> None:
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        make("qwen3").save_pretrained(folder[0])
+    dist.barrier()
+    reference = _load(folder[0])
+    with zero.Init({"stage": 3, "tp_size": 2, "sp_size": 2, "collectives": "pairwise"}):
+        model = _load(folder[0])
+    engine = zero.shard_model(model)
+    assert (engine.world.batch_rank, engine.world.num_batches) == (0, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, reference)]
+    for step in range(3):
+        losses = [loss_of(each, ragged(step, 0)) for each in (model, reference)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for name, value in whole_state_dict(model).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @on_ranks(2)
