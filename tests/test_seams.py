@@ -67,6 +67,14 @@ class Seam:
     why: str
 
 
+PLAN = [
+    Seam(
+        importlib.import_module("transformers.masking_utils"),
+        "find_packed_sequence_indices",
+        "if not is_tracing(packed_sequence_mask)",
+        "activations: no mask of packed documents where there are no values",
+    ),
+]
 QUANTISED = [
     Seam(torch._subclasses.fake_tensor.FakeTensorMode, "__init__", "allow_non_fake_inputs", "fake_tensors"),
     Seam(torch.Tensor, "_make_subclass", "", "bytes in the class that they came in"),
@@ -562,7 +570,7 @@ def tensor_axis_seams() -> list[Seam]:
     ]
 
 
-SEAMS = [*TORCH, *QUANTISED, *LOADING, *SEQUENCE, *TRAINER, *ACCELERATE, *PEFT, *TRL]
+SEAMS = [*TORCH, *PLAN, *QUANTISED, *LOADING, *SEQUENCE, *TRAINER, *ACCELERATE, *PEFT, *TRL]
 if compare_versions("transformers", ">=", "5.23"):
     SEAMS += tensor_axis_seams()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.cli import sequences
 from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
-from hf_zero.errors import ConfigError, UsageError
+from hf_zero.errors import ConfigError
 from hf_zero.tables import aligned
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _MARGIN = 0.9  # of a device's memory: the rest is for its context, workspaces and fragments
 _MOST_RANKS = 2**14
 _USUAL_RANKS_A_HOST = 8
-_WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
     )
     parser.add_argument(
         "--seq-len", type=int, metavar="TOKENS", help="of a sequence; without it, activations are left out"
+    )
+    parser.add_argument(
+        "--tile-tokens", type=int, default=0, metavar="N", help="logits of so many tokens at a time (default: of all)"
     )
     parser.add_argument(
         "--batch-size", type=int, default=1, metavar="B", help="sequences a rank and micro-batch (default: 1)"
@@ -127,6 +129,10 @@ def run(args: argparse.Namespace) -> int:
     shape = shapes_of(model, in_4bit=args.load_in_4bit)
     rows = rows_of(model, shape, args)
     print("\n".join([_model_told(model, shape), *_told(shape, rows, args)]))
+    if args.seq_len is not None:
+        ways = [(row.name, row.setting, row.checkpoints) for row in rows if row.setting.config.stage == 3]
+        told_of = sequences.told(model, shape, ways, args, lambda each: _fits_device(each, args), _size)
+        print("\n".join(told_of))
     chosen = next((row for row in rows if _fits(row, args)), None)
     if args.scale:
         has_limit = args.gpu_memory is not None or args.host_memory is not None
@@ -148,6 +154,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
+    if args.tile_tokens < 0:
+        raise ConfigError(f"--tile-tokens is {args.tile_tokens}: give 0 or more")
     if args.ranks % args.replicate:
         raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
     if args.ranks_per_host is not None and args.host_memory is None:
@@ -167,10 +175,13 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace) -> li
     from hf_zero.plan.activations import NOTHING
     from hf_zero.plan.memory import Setting, predict
 
-    kept = {False: NOTHING} if args.seq_len is None else _activations(model, args)
+    kept = {False: NOTHING}
+    if args.seq_len is not None:
+        kept = sequences.activations_of(model, args, args.seq_len, args.tile_tokens)
     if args.checkpointing:
         kept = {True: kept.get(True, NOTHING)}
     common = {"compute_dtype": args.dtype, "collectives": "native", "replicate": args.replicate}
+    common["tile_tokens"] = args.tile_tokens
     rows = []
     for (offloads, checkpoints), found in _ways(kept, args):
         for stage in (0, 1, 2, 3):
@@ -195,24 +206,6 @@ def _offloads(place: str, stage: int, args: argparse.Namespace) -> list[Offload]
     if place == "host":
         return [Offload("host"), Offload("host", "host")] if stage == 3 else [Offload("host")]
     return [Offload()]
-
-
-def _activations(model: nn.Module, args: argparse.Namespace) -> dict[bool, Kept]:
-    import torch
-
-    from hf_zero.plan.activations import activations
-
-    if getattr(model, "main_input_name", None) != "input_ids":
-        raise UsageError(f"{type(model).__name__} reads no tokens, so --seq-len says nothing about it: leave it out")
-    tokens = torch.zeros(args.batch_size, args.seq_len, dtype=torch.long, device="meta")
-    batch = {"input_ids": tokens}
-    if type(model).__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(model.forward).parameters:
-        batch["labels"] = tokens
-    config = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # type: ignore[union-attr]
-    computing = model.to(getattr(torch, args.dtype))
-    return {checkpoints: activations(computing, batch, checkpoints) for checkpoints in (False, True)}
 
 
 # ---- what is told ----------------------------------------------------------------------------------------------------
@@ -268,11 +261,11 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
 
 
 def _fits(row: Row, args: argparse.Namespace) -> bool:
-    return _fits_device(row, args) and _fits_host(row, args)
+    return _fits_device(row.holding, args) and _fits_host(row, args)
 
 
-def _fits_device(row: Row, args: argparse.Namespace) -> bool:
-    return bool(args.gpu_memory is None or row.holding.peak <= _MARGIN * args.gpu_memory)
+def _fits_device(holding: Holding, args: argparse.Namespace) -> bool:
+    return bool(args.gpu_memory is None or holding.peak <= _MARGIN * args.gpu_memory)
 
 
 def _fits_host(row: Row, args: argparse.Namespace) -> bool:
@@ -300,7 +293,7 @@ def _verdict(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> li
         return [f"Cheapest that fits into {limit}: {chosen.name}" + (f"; {advice[0]}" if advice else ".")]
     least = min(rows, key=lambda row: (not _fits_host(row, args), row.holding.peak))
     h, room = least.holding, _MARGIN * args.gpu_memory
-    too_much = min((row.holding.on_host for row in rows if _fits_device(row, args)), default=None)
+    too_much = min((row.holding.on_host for row in rows if _fits_device(row.holding, args)), default=None)
     if too_much is not None:
         needed = too_much * _on_a_host(args)
         return [f"It fits into {limit}, if a host has {_size(needed / _MARGIN)} for its {_on_a_host(args)} ranks."]
@@ -364,6 +357,8 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
     }
     if args.replicate > 1:
         values["replicate"] = args.replicate
+    if args.tile_tokens:
+        values["tile_tokens"] = args.tile_tokens
     if row.setting.config.offload.is_anything:
         offload = row.setting.config.offload
         values["offload"] = {"optimizer": offload.optimizer, "parameters": offload.parameters}

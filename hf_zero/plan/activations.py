@@ -1,11 +1,13 @@
 """Bytes that autograd keeps from a forward for its backward, measured with tensors that have no values.
 
 [Note: activations] Counted is every storage that a saved tensor refers to, once, but for parameters and buffers. With
-activation checkpointing a block keeps its inputs only. Two moments can be the greatest. One is the begin of the backward, with
-the inputs of all blocks and all that lies outside of them. In the other a block computes again: what it keeps is there in full,
-and what came after the last block (logits) has been given back. A loss keeps logarithms of probabilities, its largest tensor,
-and its backward makes two gradients of that size: theirs and the logits'. Other memory within an operation is not counted.
-Products grouped by expert, which torch knows in bfloat16 only where there are no values, keep what they multiply.
+activation checkpointing a block keeps its inputs only. Two moments can be the greatest. One is the begin of the backward,
+with the inputs of all blocks and all that lies outside of them. In the other a block computes again: what it keeps is there
+in full, with two gradients of the size of its largest tensor, and what came after the last block (logits) has been given
+back. A loss keeps logarithms of probabilities, its largest tensor, and its backward makes two gradients of that size: theirs
+and the logits'. Other memory within an operation is not counted. With `tile_tokens`, a loss keeps the head's input, and its
+backward has these tensors of a slice only. Products grouped by expert, which torch knows in bfloat16 only where there are no
+values, keep what they multiply.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_zero import torch_compat
+from hf_zero.changes import Changes
+from hf_zero.engine.tiles.blocks import TiledBlock, mlps_of
+from hf_zero.engine.tiles.heads import Runner, TiledHead, heads_of
 from hf_zero.errors import UsageError
 
 
@@ -49,6 +55,7 @@ class _Count:
         largest: the largest of those outside.
         blocks: bytes that each call of a block keeps.
         inputs: bytes of each such call's inputs.
+        largest_inside: bytes of the largest tensor that a block keeps.
     """
 
     outside: int = 0
@@ -56,6 +63,7 @@ class _Count:
     largest: int = 0
     blocks: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    largest_inside: int = 0
     _storages: set[int] = field(default_factory=set)
     _keeps: list[Tensor] = field(default_factory=list)  # so that no storage is freed, and its number taken by another
     _running: int = 0
@@ -72,6 +80,7 @@ class _Count:
             self._keeps.append(tensor)
             if self._running:
                 self.blocks[-1] += storage.nbytes()
+                self.largest_inside = max(self.largest_inside, storage.nbytes())
             else:
                 self.outside += storage.nbytes()
                 self.after += storage.nbytes()
@@ -91,18 +100,19 @@ class _Count:
         self._running -= 1
         self.after = 0
 
-    def result(self, checkpoints: bool, num_gradients: int = 1) -> Kept:
+    def result(self, checkpoints: bool, num_gradients: int = 1, of_tiles: int = 0) -> Kept:
         """What is kept at the end of the forward; with checkpointing, then or while the largest block computes again.
 
         Args:
             checkpoints: whether blocks keep their inputs only.
             num_gradients: that the backward begins with, of the size of the largest tensor outside of blocks.
+            of_tiles: bytes that it begins with besides, see `of_tile`.
         """
-        beside = num_gradients * self.largest
+        beside = num_gradients * self.largest + of_tiles
         if not checkpoints:
             return Kept(self.outside + sum(self.blocks), beside)
         begin = self.outside + sum(self.inputs)
-        again = begin - self.after + max(self.blocks, default=0)
+        again = begin - self.after + max(self.blocks, default=0) + 2 * self.largest_inside
         total = max(begin, again)
         return Kept(total, max(begin + beside - total, 0))
 
@@ -125,19 +135,30 @@ class _GroupedByShape(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = False) -> Kept:
+def activations(
+    model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = False, tile_tokens: int = 0, tile_mlp: int = 0
+) -> Kept:
     """What a forward of a batch keeps for the backward.
 
     Args:
         model: on the meta device, in the dtype that it computes in.
         batch: keyword arguments of its forward, on the meta device.
         checkpoints: whether blocks are computed again in the backward.
+        tile_tokens, tile_mlp: as in the configuration.
 
     Raises:
         UsageError: the model cannot run on the meta device.
     """
+    return activations_by_way(model, batch, tile_tokens, tile_mlp)[checkpoints]
+
+
+def activations_by_way(
+    model: nn.Module, batch: dict[str, Tensor], tile_tokens: int = 0, tile_mlp: int = 0
+) -> dict[bool, Kept]:
+    """`activations` by whether blocks are computed again in the backward."""
     count = _Count()
-    handles = []
+    heads = [TiledHead(each, Runner(), tile_tokens, lambda: True, tuple) for each in heads_of(model) if tile_tokens]
+    handles: list[Any] = [*heads, *(TiledBlock(each, tile_mlp, None) for each in mlps_of(model) if tile_mlp)]
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer):
             handles.append(block.register_forward_pre_hook(count.enter, with_kwargs=True))
@@ -148,7 +169,10 @@ def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = 
             torch_compat.fake_tensors() as convert,
             torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor),
             _GroupedByShape(),
+            Changes() as changes,
         ):
+            # transformers looks at values for whether documents are packed, and without any it makes a mask for them.
+            changes.replace(masking_utils, "find_packed_sequence_indices", lambda _: None)
             named = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
             for tensor in named.values():
                 count.leave_out(tensor)
@@ -161,4 +185,20 @@ def activations(model: nn.Module, batch: dict[str, Tensor], checkpoints: bool = 
     finally:
         for handle in handles:
             handle.remove()
-    return count.result(checkpoints, num_gradients=2 if "labels" in batch else 1)
+    of_tiles = sum(of_tile(each.module, each.size, each.num_words) for each in heads)
+    num_gradients = 2 if "labels" in batch and not heads else 1
+    return {checkpoints: count.result(checkpoints, num_gradients, of_tiles) for checkpoints in (False, True)}
+
+
+def of_tile(head: nn.Module, size: int, num_words: int) -> int:
+    """Bytes that the backward of a loss has beside what was kept: of a slice, and of the sum of its weights' gradients.
+
+    A slice's logarithms of probabilities and two gradients of their size, in float32; the gradient of one slice.
+
+    Args:
+        head: with its weights.
+        size: tokens in a slice.
+        num_words: logits of a token.
+    """
+    own = [param for param in head.parameters() if param.requires_grad]
+    return 12 * size * num_words + sum(param.numel() * (4 + param.element_size()) for param in own)

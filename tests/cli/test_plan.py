@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,31 @@ def test_checkpointed_blocks_keep_their_inputs(tmp_path: Path) -> None:
     hidden = 2 * 32 * 64 * 4
     assert few[0] - fewer[0] == 3 * hidden
     assert few[1] - fewer[1] > 3 * 10 * hidden
+
+
+def test_long_sequences_are_told_with_and_without_tiles(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaConfig.from_pretrained(folder, vocab_size=8192).save_pretrained(folder)
+    options = [folder, "--ranks", "2", "--seq-len", "1024", "--dtype", "float32"]
+    code, text = _plan(capsys, *options)
+    assert code == 0
+    assert "Logits of 1,024 tokens over 8,192 words: 32.0 MiB in float32" in text and "Peak of stage 3: " in text
+    out = tmp_path / "tiled.yaml"
+    code, text = _plan(capsys, *options, "--tile-tokens", "64", "--memory", "64MiB", "--write", str(out))
+    found = re.search(
+        r"Longest sequence of stage 3, checkpointing: ([\d,]+) tokens; ([\d,]+) with tile_tokens 64", text
+    )
+    assert code == 0 and found is not None, text
+    without, tiled = (int(number.replace(",", "")) for number in found.groups())
+    assert 0 < without < tiled
+    model = meta_model(folder).float()
+    model.config.use_cache = False
+    setting = Setting(ZeroConfig(stage=3, compute_dtype="float32", collectives="native", tile_tokens=64), 2)
+    peaks = []
+    for length in (tiled, tiled + 64):
+        tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+        kept = activations(model, {"input_ids": tokens, "labels": tokens}, True, 64)
+        peaks.append(predict(shapes_of(model), setting, kept).peak)
+    assert peaks[0] <= 0.9 * 64 * 2**20 < peaks[1]
+    assert ZeroConfig.from_file(out).tile_tokens == 64

@@ -58,6 +58,7 @@ class TiledHead:
         is_running: Callable[[], bool],
         stamp: Callable[[], object],
     ) -> None:
+        rules.install()
         self._head = weakref.ref(head)
         self.runner = runner
         self.size = size
@@ -247,8 +248,6 @@ def tile_heads(model: nn.Module, seen: Surroundings, is_running: Callable[[], bo
         ConfigError: the ranks of the tensor axis hold parts of a head.
     """
     size, found = seen.world.config.tile_tokens, []
-    if size:
-        rules.install()
     for head in heads_of(model) if size else ():
         cut = next((p for p in seen.inside(head) if seen.world.cut_of(p.param).tensor is not None), None)
         if cut is not None:

@@ -1,0 +1,107 @@
+"""What `hf-zero plan --seq-len` tells about long sequences: activations, logits, what a tile saves, the longest that fits."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hf_zero.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_zero.plan.activations import Kept
+    from hf_zero.plan.memory import Holding, Setting
+    from hf_zero.plan.shapes import ModelShape
+
+_WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
+USUAL_TILE = 4096
+_Counted = Callable[[int], "dict[bool, Kept]"]
+
+
+def activations_of(model: nn.Module, args: argparse.Namespace, num_tokens: int, tile_tokens: int) -> dict[bool, Kept]:
+    """What a forward keeps, by whether blocks are computed again.
+
+    Raises:
+        UsageError: the model reads no tokens.
+    """
+    import torch
+
+    from hf_zero.plan.activations import activations_by_way
+
+    if getattr(model, "main_input_name", None) != "input_ids":
+        raise UsageError(f"{type(model).__name__} reads no tokens, so --seq-len says nothing about it: leave it out")
+    tokens = torch.zeros(args.batch_size, num_tokens, dtype=torch.long, device="meta")
+    batch = {"input_ids": tokens}
+    if type(model).__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(model.forward).parameters:
+        batch["labels"] = tokens
+    config = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # type: ignore[union-attr]
+    computing = model.to(getattr(torch, args.dtype))
+    return activations_by_way(computing, batch, tile_tokens)
+
+
+def told(
+    model: nn.Module,
+    shape: ModelShape,
+    ways: Sequence[tuple[str, Setting, bool]],
+    args: argparse.Namespace,
+    fits: Callable[[Holding], bool],
+    size: Callable[[float], str],
+) -> list[str]:
+    """Lines about the logits of a batch and what a tile saves; with --memory, the longest sequences that fit.
+
+    Args:
+        model: on the meta device.
+        shape: of the model.
+        ways: to train it: a name, the setting, and whether blocks are computed again.
+        args: of the command.
+        fits: whether a rank's memory is enough.
+        size: words for bytes.
+    """
+    from hf_zero.plan.long_sequences import longest
+    from hf_zero.plan.memory import predict
+
+    words, tile = num_words(model), args.tile_tokens or USUAL_TILE
+    total = args.batch_size * args.seq_len
+    if not words or not ways:
+        return []
+    lines = [
+        f"Logits of {total:,} tokens over {words:,} words: {size(4 * total * words)} in float32, and gradients of that size; "
+        f"{size(4 * min(tile, total) * words)} with tile_tokens {tile}."
+    ]
+    found: dict[str, list[int]] = {}
+    for size_of_tile in (0, tile):
+        counted = functools.cache(lambda length, size=size_of_tile: activations_of(model, args, length, size))
+        for name, setting, checkpoints in ways:
+            given = replace(setting, config=setting.config.replace(tile_tokens=size_of_tile))
+
+            def kept_of(length: int, checkpoints: bool = checkpoints, counted: _Counted = counted) -> Kept:
+                return counted(length)[checkpoints]
+
+            values = found.setdefault(name, [])
+            values.append(predict(shape, given, kept_of(args.seq_len)).peak)
+            if args.gpu_memory is not None:
+                values.append(longest(shape, given, kept_of, fits, args.seq_len))
+    for name, values in found.items():
+        if args.gpu_memory is None:
+            lines.append(f"Peak of {name}: {size(values[0])}; {size(values[1])} with tile_tokens {tile}.")
+        else:
+            lines.append(
+                f"Longest sequence of {name}: {values[1]:,} tokens; {values[3]:,} with tile_tokens {tile} "
+                f"(peak of {args.seq_len:,} tokens: {size(values[0])}; {size(values[2])})."
+            )
+    return lines
+
+
+def num_words(model: nn.Module) -> int:
+    """Of the vocabulary over which a model's head gives logits; 0 without one."""
+    from hf_zero.engine.tiles.heads import heads_of
+
+    weights = [getattr(head, "weight", None) for head in heads_of(model)]
+    return max((int(weight.shape[0]) for weight in weights if weight is not None), default=0)
