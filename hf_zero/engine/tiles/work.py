@@ -70,10 +70,10 @@ class Work:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the tokens, and of the module's trained parameters."""
         assert self._then is not None
-        weights = trained(self._reached())
         of_tokens = torch.zeros_like(tokens) if wants_tokens else None
-        sums = [_Sum(weight, len(tokens) > self._size) for weight in weights]
         with self._then.again():
+            weights = trained(self._reached())  # in a graph: some may be gathered for this
+            sums = [_Sum(weight, len(tokens) > self._size) for weight in weights]
             for part in self._slices(len(tokens)):
                 x = tokens[part].detach().requires_grad_(wants_tokens)
                 results = self._compute(x, *(b[part] for b in beside))

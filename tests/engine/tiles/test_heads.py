@@ -164,6 +164,17 @@ def test_losses_of_ones_own(stage: int, loss: str) -> None:
     Twins(stage, functools.partial(make, "gemma2"), TILED[loss], batch, near=CLOSE, tile_tokens=5).step(2)
 
 
+@on_ranks(2, loss=["plain_loss", "smoothed_by_the_trainer"])
+def test_a_head_in_the_unit_of_the_whole_model(loss: str) -> None:
+    units = {"min_numel": 10**9}
+    Twins(3, functools.partial(make, "llama"), TILED[loss], batch, near=CLOSE, tile_tokens=5, units=units).step(2)
+
+
+@on_ranks(2)
+def test_ranks_that_share_memory() -> None:
+    Twins(3, functools.partial(make, "gpt2"), loss_of, batch, near=CLOSE, tile_tokens=5, collectives="host").step(2)
+
+
 @alone(loss=sorted(TILED))
 def test_losses_of_ones_own_hold_a_tile_only(loss: str) -> None:
     model = make("llama")
