@@ -34,7 +34,7 @@ def quietly() -> Iterator[None]:
 def seed(number: int) -> None:
     """Seed a trial, in `quietly`. (A device that is not in use yet would be seeded when it is, and stay so.)"""
     if _device_in_use() is None:
-        torch.random.default_generator.manual_seed(number)
+        torch.default_generator.manual_seed(number)
     else:
         torch.manual_seed(number)
 
