@@ -85,8 +85,7 @@ class ZeroConfig:
             leave it; only sums of gradients travel between replicas. Ranks next to each other form a replica.
         tp_size: ranks next to each other that share every layer (tensor parallelism of transformers) and see the same batch;
             what each of them holds is cut over the others. The model must have a plan for it.
-        sp_size: ranks next to each other that see the same batch, and compute a slice of its sequence each (sequence
-            parallelism); causal language models of transformers. Parameters are cut over all of them.
+        sp_size: ranks next to each other that see the same batch, and compute a slice of its sequences each (causal models).
         optimizer_on: what optimizers step on: "rows", which is right for elementwise ones alone; "whole" parameters, each on
             one rank; "auto": rows for those known (or marked by `mark_elementwise`) to be elementwise, else whole ones.
         expected_world_size: ranks that the run must have; None: any number.
@@ -99,7 +98,7 @@ class ZeroConfig:
         tile_tokens: tokens whose logits are computed at a time, in the loss and in its backward, so that the logits of a batch
             are never all there. 0: all of them.
         tile_mlp: tokens that a block's MLP computes at a time, forward and backward. 0: all of them.
-        trace: a file that rank 0 writes: what all ranks did in the steps 3 to 5, and when; see `hf-zero trace`.
+        trace: a file of what all ranks did in steps 3 to 5, and when; see `hf-zero trace`.
 
     Raises:
         ConfigError: a value is wrong, or two values contradict each other.

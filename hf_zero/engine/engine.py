@@ -28,8 +28,8 @@ from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.tiles.blocks import TiledBlock, tile_mlps
-from hf_zero.engine.tiles.heads import Surroundings, TiledHead, compute_unused, tile_heads
+from hf_zero.engine.tiles.heads import Surroundings
+from hf_zero.engine.tiles.model import tile
 from hf_zero.engine.units.as_partitioned import AsPartitioned
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
@@ -97,13 +97,12 @@ class ZeroEngine:
 
     def _known(self, found: FoundParameter, keeps_float32: bool) -> ZeroParameter:
         param, world = found.param, self.world
-        layout = world.layout_of(param)
         made_in = getattr(param, "_zero_made_in", param.dtype)
         return ZeroParameter(
             name=found.names[0],
             param=param,
             holders=[(weakref.ref(module), name) for module, name in found.locations],
-            layout=layout,
+            layout=world.layout_of(param),
             rank=world.shard_rank,
             compute_dtype=param.dtype if is_quantised(param) else world.precision.compute_for(made_in, keeps_float32),
             averages=world.config.gradient_reduction == "mean",
@@ -123,18 +122,13 @@ class ZeroEngine:
             for p in self.parameters:
                 set_owner(p.param, self)
         seen = Surroundings(self.world, self.parameters, self._unit_of, self._hooks_of, self.backward)
-        heads = tile_heads(model, seen, lambda: bool(self._forwards.modules))
-        tiles: list[TiledHead | TiledBlock] = [*heads, *tile_mlps(model, seen)]
-        self._handles += tiles
-        runners = [each.runner for each in tiles if each.runner is not None]
-        for module in [*roots_of(model, set(self._hooks_of)), *runners]:
-            if self.world.config.tile_tokens:
-                self._handles.append(module.register_forward_hook(Hook(compute_unused)))
+        for module in tile(
+            model, roots_of(model, set(self._hooks_of)), seen, lambda: bool(self._forwards.modules), self._handles
+        ):
             hook = Hook(self._enter_root, copied_as=self._copied_as if module is model else None)
             self._handles.insert(0, module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-            self._handles.append(
-                module.register_forward_hook(Hook(self._leave_root), with_kwargs=True, always_call=True),
-            )
+            leave = Hook(self._leave_root)
+            self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
         self._handles += compute_in_float32(model, self.world.config)
         self._cast = CastInputs(model, self.world.config, self.world.precision.compute)
         self._handles += self._cast.register([model, *(entry for unit in self.units for entry in unit.entries)])
