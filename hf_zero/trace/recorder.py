@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,8 @@ class Recorder:
 
     def __init__(self, world: World, file: Path, first: int = FIRST, count: int = COUNT) -> None:
         self.lane, self.is_over = Lane(), False
-        self._world, self._file, self._first, self._count = world, file, first, count
+        self._world, self._rank = weakref.ref(world), world.rank  # weak: a run may end before its steps
+        self._file, self._first, self._count = file, first, count
         self._num_steps = 0
         self._counting, self._recording = Changes(), Changes()
         self._counting.wrap(Gathering, "after_step", self._after_step)
@@ -103,16 +105,17 @@ class Recorder:
         now = time.perf_counter()
         if before is not None:
             self._add("step", "optimizer", before, now)
-        if not held or gathering._world is not self._world:
+        world = gathering._world
+        if not held or world is not self._world():
             return
         self._num_steps += 1
         if self._num_steps == self._first - 1:
-            self._world.meet("the beginning of a trace")
+            world.meet("the beginning of a trace")
             self._begin()
         elif self._recording:
             self.lane.ends_s.append(now)
             if len(self.lane.ends_s) > self._count:
-                self._end()
+                self._end(world)
 
     def _begin(self) -> None:
         wrap = self._recording.wrap
@@ -132,14 +135,13 @@ class Recorder:
         wrap(StagedCheckpoint, "commit", self._on_commit)
         self.lane.ends_s.append(time.perf_counter())
 
-    def _end(self) -> None:
+    def _end(self, world: World) -> None:
         """All ranks are at the end of the last step: rank 0 gets what they have, and writes it."""
         self._stop()
-        lanes = self._world.collect(self.lane, "the trace")
-        if self._world.rank == 0:
-            config = self._world.config
-            about = {"stage": config.stage, "ranks": self._world.num_ranks, "device": self._world.device.type}
-            timeline = Timeline.of(lanes, about | {"exchanges": type(self._world.shards).__name__})
+        lanes = world.collect(self.lane, "the trace")
+        if world.rank == 0:
+            about = {"stage": world.config.stage, "ranks": world.num_ranks, "device": world.device.type}
+            timeline = Timeline.of(lanes, about | {"exchanges": type(world.shards).__name__})
             try:
                 timeline.save(self._file)
             except OSError as error:  # a training of days does not end for that
@@ -149,12 +151,13 @@ class Recorder:
 
     def _stop(self) -> None:
         self.is_over = True
+        self._open.clear()
         self._recording.undo()
         self._counting.undo()
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        if self._world.rank == 0:
+        if self._rank == 0:
             last = self._first + self._count - 1
             logger.warning(
                 "%s was not written: a trace records steps %d to %d, and the run ended after step %d",

@@ -1,6 +1,8 @@
 """What is recorded of some steps, and that nothing is of any other."""
 
+import gc
 import json
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -127,6 +129,19 @@ def test_a_run_that_ends_too_early_says_so(tmp_path: Path) -> None:
             : not dist.get_rank()
         ]
     )
+
+
+@on_ranks(2, num_steps=(1, 4, 6))
+def test_a_trace_keeps_no_model(tmp_path: Path, num_steps: int) -> None:
+    engines = weakref.WeakSet([zero.shard_model(make_model(_CASE), 3)])
+    gc.collect()
+    assert not engines
+    file = str(tmp_path / f"{num_steps}.json")
+    _train(3, num_steps, "host", trace=file)
+    gc.collect()
+    found = recorder._recorders[file]
+    assert found._world() is None
+    found._stop()
 
 
 @on_ranks(2)
