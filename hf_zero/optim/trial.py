@@ -77,8 +77,7 @@ def _depends_on_others(optimizer: torch.optim.Optimizer, with_closure: bool) -> 
 
 def _has_drawn() -> bool:
     """Whether the last trial has drawn random numbers."""
-    now = torch.get_rng_state()
-    return not torch.equal(now, torch.manual_seed(0).get_state())
+    return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
 
 
 def _try(

@@ -440,9 +440,12 @@ class CountsInAnObject(Own):
         super().__init__(params)
         self.counter = collections.Counter()
 
+    def step(self, closure: Any = None) -> None:
+        self.counter["steps"] += 1
+        super().step(closure)
+
     def one(self, param: Tensor, group: dict[str, Any]) -> None:
-        self.counter["all"] += 1
-        param.sub_(group["lr"] / self.counter["all"] * param.grad)
+        param.sub_(group["lr"] / self.counter["steps"] * param.grad)
 
 
 @on_ranks(
