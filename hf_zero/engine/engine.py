@@ -58,11 +58,7 @@ class ZeroEngine:
     Attributes:
         world: the ranks, the configuration and the ledger.
         parameters: every parameter once, in the model's order.
-        units: the sets of parameters gathered together, in the model's order; empty where nothing has to be gathered
-            (stage 0 and world size 1 in one dtype), so that modules then run without hooks.
-        kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
         activations: keeps the inputs of checkpointed layers.
-        memory: counts the bytes of gathered units.
         number: engines are numbered as they are made.
     """
 
@@ -192,7 +188,7 @@ class ZeroEngine:
 
     @property
     def units(self) -> list[Unit]:
-        """The sets of parameters gathered together, in the model's order; empty where nothing has to be gathered."""
+        """The sets of parameters gathered together, in the model's order; empty where nothing is (stage 0, one rank)."""
         return self.gathering.units
 
     @property
