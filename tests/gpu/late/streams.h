@@ -168,15 +168,30 @@ inline EventPtr record(int s) {
   return event;
 }
 
+// One step towards an event, if there is one that no other rank has to take.
+inline bool approach(const EventPtr& event) {
+  const Task& next = streams[event->stream].tasks.front();
+  return next.wait && !next.wait->done ? approach(next.wait) : step(event->stream);
+}
+
+// The like towards all exchanges, for which other ranks may wait. Not of what nobody waits for: how long this rank stands here
+// would decide whether a copy comes before its memory is used anew.
+inline bool approach_exchanges() {
+  bool any = false;
+  for (int s = 0; s < num_streams; s++) {
+    if (!streams[s].is_side || streams[s].tasks.empty()) continue;
+    const EventPtr wait = streams[s].tasks.front().wait;
+    any |= wait && !wait->done ? approach(wait) : step(s);
+  }
+  return any;
+}
+
 // Run what comes before an event on its stream, and what that waits for; nothing else, unless other ranks are waited for.
 inline void force(EventPtr event) {  // a copy: the task that it is part of may be over meanwhile
   while (!event->done) {
-    Task& task = streams[event->stream].tasks.front();
-    if (task.wait && !task.wait->done) {
-      force(task.wait);
-    } else if (step(event->stream)) {
+    if (approach(event)) {
       run_side_streams_early();
-    } else if (!step_all(false)) {
+    } else if (!approach_exchanges()) {
       leave_mutex();
       std::this_thread::sleep_for(std::chrono::microseconds(200));
       take_mutex();

@@ -54,7 +54,7 @@ def _train(out: str, batch: int, zero_config: dict[str, Any] | None, **options: 
         "output_dir": out,
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": 2,
-        "per_device_eval_batch_size": 2,
+        "per_device_eval_batch_size": 2 * batch,
         "max_steps": _STEPS,
         "logging_steps": 1,
         "learning_rate": 1e-2,
@@ -71,7 +71,8 @@ def _train(out: str, batch: int, zero_config: dict[str, Any] | None, **options: 
     else:
         args = zero.ZeroTrainingArguments(zero={"collectives": "pairwise", **zero_config}, **values, **options)
     losses = _Losses()
-    data, rest = _data(19, 0), _data(8, 1)  # evaluated in whole batches: accelerate fills up others
+    # Whole batches, since accelerate fills up others; of as many rows over all ranks, whose targets the Trainer counts.
+    data, rest = _data(19, 0), _data(8, 1)
     trainer = Trainer(
         make("llama"), args, train_dataset=data, eval_dataset=rest, compute_metrics=_correct, callbacks=[losses]
     )
