@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hf_zero.errors import ZeroError as ZeroError
     from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator as ZeroAccelerator
     from hf_zero.integrations.accelerate.accelerator import ZeroPlugin as ZeroPlugin
+    from hf_zero.integrations.accelerate.resuming import resume_or_start as resume_or_start
     from hf_zero.integrations.trainer.arguments import ZeroCallback as ZeroCallback
     from hf_zero.integrations.trainer.arguments import ZeroTrainingArguments as ZeroTrainingArguments
     from hf_zero.integrations.trainer.arguments import with_zero as with_zero
@@ -66,6 +67,7 @@ _HOME = {
     "leave_whole": "hf_zero.sharding.active",
     "mark_dirty": "hf_zero.sharding.shard_model",
     "register_forward_method": "hf_zero.engine.modules.forward_method",
+    "resume_or_start": "hf_zero.integrations.accelerate.resuming",
     "shard_model": "hf_zero.sharding.shard_model",
     "undo": "hf_zero.sharding.init",
     "whole_parameters": "hf_zero.checkpoint.handover.stream",

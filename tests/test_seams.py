@@ -83,6 +83,38 @@ QUANTISED = [
     Seam(bitsandbytes.nn.Linear4bit, "forward", "and self.support_avx512bf16_for_cpu", "no packing of what is shown"),
     Seam(bitsandbytes.autograd._functions.MatMul4Bit, "forward", "ctx.tensors = (None, B)", "nodes keep the bytes"),
 ]
+ELASTIC = [
+    Seam(
+        importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent").LocalElasticAgent,
+        "_monitor_workers",
+        "failures={",
+        "healing: asked after each failure",
+    ),
+    Seam(
+        importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
+        "_invoke_run",
+        "run_result = self._monitor_workers(self._worker_group) state = run_result.state",
+        "healing: it decides before the agent does",
+    ),
+    Seam(
+        importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
+        "_invoke_run",
+        "if self._remaining_restarts > 0:",
+        "healing: none are left where another start is in vain",
+    ),
+    Seam(
+        importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").DynamicRendezvousHandler,
+        "next_rendezvous",
+        'os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1"',
+        "healing: each start has a store of its own",
+    ),
+    Seam(
+        importlib.import_module("accelerate.commands.launch"),
+        "multi_gpu_launcher",
+        "distrib_run.run(args)",
+        "healing: hosts meet anew for each start",
+    ),
+]
 TORCH = [
     Seam(
         importlib.import_module("torch._dynamo.variables.builder").VariableBuilder,
@@ -570,7 +602,7 @@ def tensor_axis_seams() -> list[Seam]:
     ]
 
 
-SEAMS = [*TORCH, *PLAN, *QUANTISED, *LOADING, *SEQUENCE, *TRAINER, *ACCELERATE, *PEFT, *TRL]
+SEAMS = [*ELASTIC, *TORCH, *PLAN, *QUANTISED, *LOADING, *SEQUENCE, *TRAINER, *ACCELERATE, *PEFT, *TRL]
 if compare_versions("transformers", ">=", "5.23"):
     SEAMS += tensor_axis_seams()
 

@@ -36,6 +36,7 @@ from hf_zero.checkpoint.ranks.cooperative import Extents, ranks_that_see, write_
 from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
+from hf_zero.host import progress
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,11 @@ class StagedCheckpoint:
         Raises:
             CheckpointError: on all ranks, if any of them failed.
         """
+
+        def finish() -> None:
+            progress.note_saved(manifest.step)
+            after()
+
         _open.pop(self.folder, None)
         with self._agreed(self._world, WRITING_S):
             if self._error is not None:
@@ -126,10 +132,10 @@ class StagedCheckpoint:
         self._bring_home()
         if self._background is None:
             self._commit(manifest, self._world)
-            after()
+            finish()
         else:
             logger.info("saving in the background, with %.0f MiB a rank", self._background.kept_bytes / 2**20)
-            self._background.start(lambda world: self._commit(manifest, world), after)
+            self._background.start(lambda world: self._commit(manifest, world), finish)
 
     def _bring_home(self) -> None:
         """Give rank 0 the small files (random states) of ranks that do not see its folder."""
@@ -186,7 +192,8 @@ class StagedCheckpoint:
             files[name] = record_of(path, written.get(name) or extents_of(path))
         for inner in {path.parent for name, path in files_in(self.folder).items() if "/" in name}:
             disk.sync_folder(inner)
-        text = Manifest(**{**vars(manifest), "files": files, "versions": _versions()}).to_json()
+        added = {"files": files, "versions": _versions(), "run": progress.name_of_run()}
+        text = Manifest(**{**vars(manifest), **added}).to_json()
         disk.write_file(self.folder / MANIFEST, text.encode())
         disk.sync_folder(self.folder)
         replaced = _replaced(self.final)

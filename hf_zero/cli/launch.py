@@ -18,6 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, cast
 
+from hf_zero.cli import healing
 from hf_zero.config import files
 from hf_zero.config.files import CONFIG_VARIABLE
 from hf_zero.config.zero_config import ZeroConfig
@@ -31,6 +32,7 @@ def launch(argv: Sequence[str]) -> int:
     """Start processes as `accelerate launch` does, each of which runs the script under ZeRO, see `hf_zero.run`.
 
     On a machine without an accelerator, `--num_processes N` starts N processes on the CPU, which accelerate alone does not.
+    With `--max_restarts N`, what has failed is started again, up to N times, and goes on from its newest checkpoint.
 
     Args:
         argv: options of `accelerate launch`, `--zero CONFIG`, the script, and the script's own arguments.
@@ -48,6 +50,12 @@ def launch(argv: Sequence[str]) -> int:
     parser = launch_command_parser()
     parser.prog = "hf-zero launch"
     parser.add_argument("--zero", metavar="CONFIG", help="a stage (0 to 3), or a file: ours, or DeepSpeed's")
+    parser.add_argument(
+        "--min_processes",
+        type=int,
+        metavar="M",
+        help="with --max_restarts: go on without hosts that are lost, on M or more",
+    )
     args = parser.parse_args(list(argv))
     source = args.zero or os.environ.get(CONFIG_VARIABLE)
     if not source:
@@ -61,7 +69,7 @@ def launch(argv: Sequence[str]) -> int:
     if args.config_file is not None and not os.path.isfile(args.config_file):
         raise UsageError(f"--config_file {args.config_file}: no such file")
     zero = ["--zero", files.from_anywhere(source)]
-    if args.num_processes is not None:
+    if args.num_processes is not None and args.min_processes is None:
         zero += ["--expect", str(args.num_processes)]
     is_module = ["--module"] if args.module else []
     args.training_script_args = [*zero, *is_module, args.training_script, *args.training_script_args]
@@ -72,7 +80,17 @@ def launch(argv: Sequence[str]) -> int:
             args.cpu, args.multi_gpu = False, True  # accelerate starts one process for `--cpu --num_processes 2`
     _fill_in(args)
     sys.stdout.flush()
-    return _start(args)
+    healing.check(args)
+    if not healing.is_wanted(args):
+        return _start(args)
+    with healing.healing(args) as healer:
+        code = _start(args)
+        if code == 128 + signal.SIGTERM and healer.has_saved_all(args.num_processes // (args.num_machines or 1)):
+            print(
+                "hf-zero: told to end, and all is saved: another start of this job goes on from there", file=sys.stderr
+            )
+            return 0
+        return code
 
 
 def _look_at_configuration(source: str, num_processes: int | None) -> None:

@@ -23,6 +23,7 @@ _GROUPS = {
         "ZeroCallback",
         "ZeroAccelerator",
         "ZeroPlugin",
+        "resume_or_start",
         "LossScaler",
         "LossScale",
         "mark_elementwise",

@@ -38,6 +38,7 @@ class Manifest:
         global_batch: samples of one optimizer step over all ranks; None if unknown.
         config: of ZeRO.
         versions: of the libraries that wrote it.
+        run: what all starts of a run that heals have in common; None for any other run.
         files: by name; in the folder itself, or in a folder in it ("adapter/name", as PEFT keeps further adapters).
     """
 
@@ -47,11 +48,14 @@ class Manifest:
     global_batch: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    run: str | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The manifest with a digest of its own text."""
         content: dict[str, Any] = {"schema": SCHEMA, **{name: getattr(self, name) for name in _PLAIN_FIELDS}}
+        if self.run is not None:  # else versions before it read the rest
+            content["run"] = self.run
         content["files"] = {
             name: {"size": record.size, "extents": [[e.offset, e.length, e.crc] for e in record.extents]}
             for name, record in sorted(self.files.items())

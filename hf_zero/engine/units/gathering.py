@@ -23,6 +23,7 @@ from hf_zero.engine.units.under_way import is_method_running
 from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Reads, Written, check_same_on_all_ranks, check_written
 from hf_zero.errors import UsageError
+from hf_zero.host import progress
 
 _MOST_AHEAD = 16  # units that are looked at when one is used, however small they are
 
@@ -239,6 +240,7 @@ class Gathering:
     def before_step(self, optimizer: object) -> None:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
         self._before_write("the optimizer's step")
+        progress.note_step()
         self.changes.begun += 1
         self._stepped.clear()  # of a step that has raised
         self._stepping, self._stepping_on = optimizer, threading.get_ident()

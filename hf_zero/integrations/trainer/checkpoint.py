@@ -249,10 +249,14 @@ class SignalSaves:
     Args:
         manager: the Trainer's `CheckpointManager`, whose request is caught here and repeated on all ranks together.
         world: the ranks.
+
+    Attributes:
+        has_asked: whether the signal has come.
     """
 
     def __init__(self, manager: Any, world: World) -> None:
         self._manager, self._world, self._is_requested = manager, world, False
+        self.has_asked = False
         manager._enable_checkpoint = self._request
 
     def _request(self) -> None:
@@ -264,6 +268,7 @@ class SignalSaves:
         answers = self._world.everyone.agree(answers[0], "a signal to save")
         if any(answer for (answer,) in answers):
             self._is_requested, self._manager.is_checkpoint_requested = False, True
+            self.has_asked = True
 
 
 def signal_saves(trainer: Any) -> SignalSaves | None:

@@ -40,6 +40,7 @@ from hf_zero.integrations.accelerate.precision import scale_loss
 from hf_zero.integrations.accelerate.tensor_axis import also_on_cpus, gather_each_batch_once
 from hf_zero.integrations.random_state import share_random_state
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
+from hf_zero.integrations.trainer import healing
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.active import is_partitioned
@@ -99,6 +100,8 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
             _rebind(given.get("optimizers"), model)
             trainer_checkpoint.agree_on_folder(arguments, model)
         is_ours = getattr(arguments, "zero_config", None) is not None
+        if is_ours:
+            healing.save_on_sigterm(arguments)
         if is_ours and not any(isinstance(entry, callback) or entry is callback for entry in callbacks):
             given["callbacks"] = [*callbacks, callback]
         with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None):
@@ -182,7 +185,10 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         # Else its next model agrees; after a trial of a search, rank 0 alone has let go of the last.
         if self.model_init is None:
             trainer_checkpoint.agree_on_folder(self.args, self.model)
-        if resume_from_checkpoint and engine_under(self.model) is not None:
+        engine = engine_under(self.model)
+        if engine is not None and kwargs.get("trial") is None:
+            resume_from_checkpoint = healing.where_to_go_on(self, engine.world, resume_from_checkpoint)
+        if resume_from_checkpoint and engine is not None:
             resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint)
             if trainer_checkpoint.wants_weights_only(self.args):
                 if self.model_init is not None:
@@ -192,7 +198,9 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
                     )
                 self._load_from_checkpoint(resume_from_checkpoint)
                 resume_from_checkpoint = None
-        return original(self, resume_from_checkpoint, *args, **kwargs)
+        result = original(self, resume_from_checkpoint, *args, **kwargs)
+        healing.leave_if_told(self)
+        return result
 
     return wrapped
 

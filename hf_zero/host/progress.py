@@ -1,0 +1,102 @@
+"""How far a run is, told by its processes to the one that started them, through a small file on each host.
+
+A process that is killed says nothing any more, so each writes into memory that the file maps: what it last wrote stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE_VARIABLE, RUN_VARIABLE = "HF_ZERO_PROGRESS", "HF_ZERO_RUN"
+_SLOT = struct.Struct("qq")
+_NUM_SLOTS = 1024
+_NOTHING = -1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of one process.
+
+    Attributes:
+        step: optimizer steps that have begun, those before a resumed checkpoint included.
+        saved: the step of the newest checkpoint that is whole; None if there is none.
+    """
+
+    step: int
+    saved: int | None
+
+
+def name_of_run() -> str | None:
+    """What all starts of a run that heals have in common; None for any other run."""
+    return os.environ.get(RUN_VARIABLE)
+
+
+def make_file(path: Path) -> None:
+    """Make the file, for the processes of this host."""
+    path.write_bytes(_SLOT.pack(0, _NOTHING) * _NUM_SLOTS)
+
+
+def forget_steps(path: Path) -> None:
+    """New processes begin: what the last have told of their steps is over, what they have saved is not."""
+    with path.open("r+b") as file:
+        slots = [_SLOT.pack(0, saved) for _, saved in _SLOT.iter_unpack(file.read())]
+        file.seek(0)
+        file.write(b"".join(slots))
+
+
+def read(path: Path, local_rank: int) -> Progress:
+    """What a process has told last."""
+    with path.open("rb") as file:
+        file.seek(local_rank * _SLOT.size)
+        step, saved = _SLOT.unpack(file.read(_SLOT.size))
+    return Progress(step, None if saved == _NOTHING else saved)
+
+
+class _Slot:
+    """Where this process writes."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._at = (int(os.environ.get("LOCAL_RANK", "0")) % _NUM_SLOTS) * _SLOT.size
+        self.saved = _SLOT.unpack_from(self._memory, self._at)[1]  # by a process that was here before
+        self.step = 0
+        self.write()
+
+    def write(self) -> None:
+        _SLOT.pack_into(self._memory, self._at, self.step, self.saved)
+
+
+@functools.cache
+def _slot() -> _Slot | None:
+    path = os.environ.get(FILE_VARIABLE)
+    return None if path is None else _Slot(path)
+
+
+def note_step() -> None:
+    """An optimizer step begins."""
+    slot = _slot()
+    if slot is not None:
+        slot.step += 1
+        slot.write()
+
+
+def note_resumed(step: int) -> None:
+    """A training goes on from a checkpoint."""
+    slot = _slot()
+    if slot is not None:
+        slot.step = slot.saved = step
+        slot.write()
+
+
+def note_saved(step: int) -> None:
+    """A checkpoint is whole."""
+    slot = _slot()
+    if slot is not None:
+        slot.saved = step
+        slot.write()

@@ -1,0 +1,174 @@
+"""A launch that heals: processes that died are started again, and the training ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.cli import main as cli
+from hf_zero.cli.healing import Healing
+from hf_zero.host import progress
+from tests.ranks import ENVIRONMENT
+
+# Each place in argv ("step:rank:how") kills, once or always, the rank that comes to it, or tells the launcher to end.
+SCRIPT = """
+import hashlib, os, signal, sys, torch
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+out, *places = sys.argv[1:]
+
+class Killing(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        for place in places:
+            step, rank, how = place.split(":")
+            done = Path(out, f"done-{step}-{rank}-{how}")
+            if (state.global_step, os.environ["RANK"]) == (int(step), rank) and not done.exists():
+                if how == "raise":
+                    raise RuntimeError("on purpose")
+                done.touch()
+                if how == "end":
+                    os.kill(os.getppid(), signal.SIGTERM)
+                else:
+                    os.kill(os.getpid(), getattr(signal, how))
+
+torch.manual_seed(0)
+shape = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=0.1))
+generator = torch.Generator().manual_seed(0)
+data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (40, 8), generator=generator)]
+args = TrainingArguments(out, max_steps=int(os.environ.get("STEPS", "8")), per_device_train_batch_size=2, save_steps=2,
+    logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, gradient_accumulation_steps=2, learning_rate=1e-2)
+trainer = Trainer(model, args, train_dataset=data, callbacks=[Killing()])
+trainer.train()
+trainer.save_model(out)
+if args.process_index == 0:
+    print("weights", hashlib.sha256(Path(out, "model.safetensors").read_bytes()).hexdigest()[:16])
+"""
+
+
+@dataclass
+class _Failed:
+    """What the agent knows of a process that has failed."""
+
+    local_rank: int
+    exitcode: int
+    timestamp: int = 0
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+@dataclass
+class _Result:
+    failures: dict[int, Any] = field(default_factory=dict)
+
+
+def _fails(healing: Healing, rank: int, step: int, saved: int | None) -> int:
+    """One failure; returns how many starts are left of three."""
+    with healing.file.open("r+b") as file:
+        file.seek(16 * rank)
+        file.write(progress._SLOT.pack(step, progress._NOTHING if saved is None else saved))
+    return healing.on_failure(_Result({rank: _Failed(rank, -signal.SIGKILL)}), 3)
+
+
+def test_what_would_be_in_vain_is_not_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    healing = Healing(tmp_path)
+    assert _fails(healing, 1, 7, None) == 0
+    assert (
+        "rank 1 failed at step 7 (SIGKILL): not started again, since it failed before the first"
+        in capfd.readouterr().err
+    )
+    healing = Healing(tmp_path)
+    assert [_fails(healing, 0, step, 10) for step in (12, 13)] == [3, 3]
+    assert "start 2 of at most 4 more, from the checkpoint of step 10: 3 steps are done again" in capfd.readouterr().err
+    assert _fails(healing, 1, 13, 10) == 3, "another rank"
+    assert _fails(healing, 1, 13, 12) == 0
+    assert "not started again, since it failed there before" in capfd.readouterr().err
+
+
+def test_steps_are_forgotten_between_starts_and_what_is_saved_is_not(tmp_path: Path) -> None:
+    healing = Healing(tmp_path)
+    assert not healing.has_saved_all(1)
+    _fails(healing, 2, 12, 10)
+    assert progress.read(healing.file, 2) == progress.Progress(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--min_processes", "2"], "give --max_restarts, too"),
+        (
+            ["--min_processes", "2", "--max_restarts", "1"],
+            "with one machine: its processes are all started again, or none",
+        ),
+        (["--min_processes", "5", "--max_restarts", "1", "--num_machines", "2"], "--min_processes is 5: give 1 to 2"),
+    ],
+)
+def test_what_cannot_heal_is_refused(
+    words: list[str], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert cli.main(["launch", "--num_processes", "2", *words, "--zero", "2", str(script)]) == 1
+    assert match in capsys.readouterr().err
+
+
+def _launch(folder: Path, out: str, *places: str, **variables: str) -> tuple[int, str]:
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "zero.yaml").write_text("stage: 2\ntimeout_s: 15\n")
+    words = ["launch", "--max_restarts", "3", "--num_processes", "2", "--zero", "zero.yaml", "train.py", out, *places]
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_zero.cli.main", *words],
+        cwd=folder,
+        env=ENVIRONMENT | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def _weights(said: str) -> str:
+    found = re.search("weights (.*)", said)
+    assert found, said
+    return found[1]
+
+
+def test_a_training_whose_rank_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    code, undisturbed = _launch(tmp_path, "a")
+    assert code == 0, undisturbed
+    code, healed = _launch(tmp_path, "b", "5:1:SIGKILL")
+    assert code == 0, healed
+    assert "hf-zero: rank 1 failed at step 5 (SIGKILL): start 1 of at most 3 more" in healed
+    assert "from the checkpoint of step 4: 1 steps are done again" in healed
+    assert _weights(healed) == _weights(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_hangs_and_is_queued_again_has_the_same_bits(tmp_path: Path) -> None:
+    _, undisturbed = _launch(tmp_path, "a")
+    code, ended = _launch(tmp_path, "b", "3:0:SIGKILL", "5:1:end", SLURM_JOB_ID="7")
+    assert code == 0 and "told to end, and all is saved" in ended, ended
+    assert "weights" not in ended
+    code, healed = _launch(tmp_path, "b", "3:0:SIGKILL", "5:1:end", SLURM_JOB_ID="7")
+    assert code == 0 and "going on from" in healed, healed
+    assert _weights(healed) == _weights(undisturbed)
+    code, healed = _launch(tmp_path, "c", "3:0:SIGSTOP")
+    assert code == 0 and "start 1 of" in healed, healed
+    assert _weights(healed) == _weights(undisturbed)
+
+
+@pytest.mark.slow
+def test_an_error_that_comes_again_is_what_the_user_reads(tmp_path: Path) -> None:
+    code, said = _launch(tmp_path, "a", "5:1:raise")
+    assert code == 1
+    assert said.count("RuntimeError: on purpose") == 2
+    assert "not started again, since it failed there before" in said
