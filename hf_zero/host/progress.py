@@ -78,6 +78,12 @@ def _slot() -> _Slot | None:
     return None if path is None else _Slot(path)
 
 
+def last_saved() -> int | None:
+    """The step of the newest checkpoint that this run has saved, as this host knows."""
+    slot = _slot()
+    return None if slot is None or slot.saved == _NOTHING else slot.saved
+
+
 def note_step() -> None:
     """An optimizer step begins."""
     slot = _slot()

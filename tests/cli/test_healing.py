@@ -34,6 +34,8 @@ class Killing(TrainerCallback):
                 if how == "raise":
                     raise RuntimeError("on purpose")
                 done.touch()
+                if how == "once":
+                    raise RuntimeError("once")
                 if how == "end":
                     os.kill(os.getppid(), signal.SIGTERM)
                 else:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hf_zero.checkpoint.commit import latest
 from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
 from hf_zero.engine.ranks.world import World
-from hf_zero.errors import UsageError
+from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.host import progress
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 
 logger = logging.getLogger(__name__)
+_AND = "+"  # between names
 _trained_in: set[str] = set()  # by this process
 
 
@@ -32,24 +34,33 @@ def where_to_go_on(trainer: Any, world: World, given: Any) -> Any:
     """The checkpoint to go on from: this run's newest, else what the script has given. Called by all ranks together.
 
     Raises:
+        CheckpointError: the run has saved checkpoints, and rank 0 finds no whole one.
         UsageError: the global batch cannot be kept on this number of ranks, or two trainings write into one folder.
     """
-    run, folder = progress.name_of_run(), trainer.args.output_dir
-    if run is None or folder is None:
+    folder = trainer.args.output_dir
+    if progress.name_of_run() is None or folder is None:
         return given
-    run = world.share(run, "the name of this run")
     if folder in _trained_in and not given:
         raise UsageError(
             f"two trainings of a run with --max_restarts have the folder {folder}, and a start could not tell which of them a "
             "checkpoint is of: give each an output_dir of its own"
         )
     _trained_in.add(folder)
+    names, saved = _of_all_hosts(world)
+    os.environ[progress.RUN_VARIABLE] = _AND.join(
+        sorted(names)
+    )  # any of these hosts may be the first of the next start
 
     def step_in_this_run(path: Path) -> int | None:
-        return trainer_checkpoint.step_of(path) if _run_of(path) == run else None
+        return trainer_checkpoint.step_of(path) if _names_in(path) & names else None
 
-    path, manifest, _ = latest(Path(trainer.args.output_dir), step_in_this_run, world)
+    path, manifest, skipped = latest(Path(folder), step_in_this_run, world)
     if path is None or manifest is None:
+        if saved is not None or skipped:
+            raise CheckpointError(
+                f"this run has saved step {saved} in {folder}, and rank 0 finds no whole checkpoint of it there"
+                f"{': ' if skipped else ''}{'; '.join(skipped)}. Hosts that may go on without each other need one folder"
+            )
         return given
     _keep_global_batch(trainer, manifest, path)
     progress.note_resumed(manifest.step)
@@ -58,12 +69,20 @@ def where_to_go_on(trainer: Any, world: World, given: Any) -> Any:
     return str(path)
 
 
-def _run_of(checkpoint: Path) -> str | None:
+def _of_all_hosts(world: World) -> tuple[set[str], int | None]:
+    """The names that hosts have for this run, each its own, and the newest step that any of them knows to be saved."""
+    found = world.collect((progress.name_of_run(), progress.last_saved()), "the name of this run")
+    names = {part for name, _ in found for part in name.split(_AND)}
+    saved = max((step for _, step in found if step is not None), default=None)
+    return cast("tuple[set[str], int | None]", world.share((names, saved), "the name of this run"))
+
+
+def _names_in(checkpoint: Path) -> set[str]:
     try:
         found = json.loads((checkpoint / MANIFEST).read_bytes()).get("run")
     except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, str) else None
+        return set()
+    return set(found.split(_AND)) if isinstance(found, str) else set()
 
 
 def _keep_global_batch(trainer: Any, manifest: Manifest, path: Path) -> None:
