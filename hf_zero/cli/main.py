@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from hf_zero import __version__
-from hf_zero.cli import doctor, plan
+from hf_zero.cli import compare, doctor, plan
 from hf_zero.cli.bench import add_benchmarks
 from hf_zero.cli.configure import add_arguments
 from hf_zero.cli.launch import launch
@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
         "folder", type=Path, metavar="DIR", help="a checkpoint, or a run with folders like checkpoint-N"
     )
     verify.set_defaults(run=_verify)
+
+    compare.add_arguments(
+        commands.add_parser("compare", help="where two checkpoints, or two runs, differ first, and by how much"), _place
+    )
 
     export = commands.add_parser("export", help="write weights, configuration and tokenizer for from_pretrained")
     export.add_argument("folder", type=Path, metavar="DIR")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ import pytest
 from hf_zero.cli import main as cli
 from hf_zero.cli.healing import Healing
 from hf_zero.host import progress
+from tests.hosts import ADDRESS, two_hosts, why_not
 from tests.ranks import ENVIRONMENT
 
 # Each place in argv ("step:rank:how") kills, once or always, the rank that comes to it, or tells the launcher to end.
 SCRIPT = """
-import hashlib, os, signal, sys, torch
+import hashlib, os, signal, sys, time, torch
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -27,6 +30,7 @@ out, *places = sys.argv[1:]
 
 class Killing(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
+        time.sleep(float(os.environ.get("PAUSE_S", "0")))
         for place in places:
             step, rank, how = place.split(":")
             done = Path(out, f"done-{step}-{rank}-{how}")
@@ -174,3 +178,41 @@ def test_an_error_that_comes_again_is_what_the_user_reads(tmp_path: Path) -> Non
     assert code == 1
     assert said.count("RuntimeError: on purpose") == 2
     assert "not started again, since it failed there before" in said
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_lost_host_and_again_with_it(tmp_path: Path) -> None:
+    if why_not():
+        pytest.skip(why_not())
+    (tmp_path / "train.py").write_text(SCRIPT)
+    names = tmp_path / "names"
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{ADDRESS.format(each + 1)} host{each}\n" for each in (0, 1)))
+    words = (
+        f"--max_restarts 3 --min_processes 1 --num_machines 2 --num_processes 2 --main_process_ip {ADDRESS.format(1)}"
+    )
+    ended = f"{words} --main_process_port 29411 --zero 2 train.py out"
+
+    with two_hosts() as hosts, contextlib.ExitStack() as stack:
+
+        def start(host: int) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "hf_zero.cli.main", "launch", "--machine_rank", str(host), *ended.split()]
+            process = hosts.start(host, command, tmp_path, {Path("/etc/hosts"): names}, STEPS="60", PAUSE_S="1")
+            stack.callback(process.kill)
+            return process
+
+        def wait_for(step: int) -> None:
+            late = time.monotonic() + 200
+            while not (tmp_path / "out" / f"checkpoint-{step}").exists():
+                assert time.monotonic() < late, step
+                time.sleep(0.2)
+
+        first, second = start(0), start(1)
+        wait_for(6)
+        second.kill()
+        wait_for(20)
+        second = start(1)
+        said, _ = first.communicate(timeout=300)
+        assert (first.returncode, second.wait(60)) == (0, 0), said
+    assert "1 ranks: 4 micro-batches a step keep the 8 samples" in said
+    at = [int(step) for step in re.findall(r"going on from out/checkpoint-(\d+)", said)]
+    assert len(at) == 2 and at[1] >= 20
