@@ -56,7 +56,12 @@ def launch(argv: Sequence[str]) -> int:
         metavar="M",
         help="with --max_restarts: go on without hosts that are lost, on M or more",
     )
+    parser.add_argument(
+        "--save_every", metavar="SHARE", help="save as often as takes this share of the time, such as 2%% (the Trainer)"
+    )
     args = parser.parse_args(list(argv))
+    if args.save_every is not None:
+        os.environ["HF_ZERO_SAVE_EVERY"] = args.save_every
     source = args.zero or os.environ.get(CONFIG_VARIABLE)
     if not source:
         raise UsageError(f"launch needs --zero before the script (a stage, 0 to 3, or a file), or {CONFIG_VARIABLE}")

@@ -34,6 +34,7 @@ from hf_zero.integrations.accelerate.tensor_axis import (
 from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.integrations.trainer.metrics import Metrics
+from hf_zero.integrations.trainer.pace import Pace, share_of_time
 from hf_zero.plan.summary import Measured, Start, summary, summary_after
 from hf_zero.sharding.active import is_left_whole, is_partitioned
 from hf_zero.sharding.init import activate
@@ -62,6 +63,8 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
             weights of the checkpoint.
         zero_any_batch: resume from a checkpoint that was written with another number of samples per step, although
             samples are then repeated or left out.
+        zero_save_every: the share of the time that checkpoints may take, such as "2%", at a steady pace; in place of
+            `save_strategy` and `save_steps`, and measured from save to save.
         tp_size: ranks that share every layer, as in the configuration; `parallelism_config` may say so too.
         sp_size: ranks that compute a slice each of the same sequences, as in the configuration; likewise.
 
@@ -84,6 +87,9 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     )
     zero_any_batch: bool = field(
         default=False, metadata={"help": "Resume from a checkpoint with another number of samples per step."}
+    )
+    zero_save_every: str | None = field(
+        default=None, metadata={"help": "Share of the time that checkpoints may take, such as 2%."}
     )
 
     tp_size: int = field(
@@ -130,6 +136,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
     use_cpu_without_accelerator()
     config = args.zero_config = _read_config(args)
     if config is not None:
+        share_of_time(args)
         _check_combination(args)  # before transformers starts what cannot be combined
         if config.compute_dtype == "float16" and not args.bf16:
             args.fp16 = True  # with which the Trainer scales the loss
@@ -287,6 +294,7 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         self.signal_saves: SignalSaves | None = None
         self._start: Start | None = None
         self._metrics: Metrics | None = None
+        self._pace: Pace | None = None
         patch.install(prepare_model=_prepare_model, callback=ZeroCallback)
 
     @property
@@ -298,12 +306,14 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         """Show what is partitioned, on rank 0."""
         engine = engine_of(_unwrap(model)) if model is not None else None
         self._metrics = None if engine is None else Metrics(engine, state.global_step)
+        share = share_of_time(args)
+        self._pace = None if engine is None or share is None else Pace(share, engine.world, state.global_step)
         if engine is not None and engine.world.rank == 0 and self._level != "none":
             sys.stderr.write(summary(engine, args.mixed_precision, self._level == "full") + "\n")
             self._start = Start.of(engine, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Check whether a save in the background has ended, and whether a signal asks for a save."""
+        """Check whether a save in the background has ended, whether a signal asks for a save, and whether one is due."""
         engine = engine_of(_unwrap(model)) if model is not None else None
         background = None if engine is None else background_of(engine.world)
         if background is not None:
@@ -312,6 +322,13 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
             self.signal_saves.poll()
         if self._metrics is not None:
             self._metrics.compare(state.global_step)
+        if self._pace is not None:
+            control.should_save = self._pace.is_due(state.global_step) or state.global_step >= state.max_steps
+
+    def saved(self, step: int, took_s: float) -> None:
+        """A checkpoint is written, or under way; training stood still for `took_s` seconds."""
+        if self._pace is not None:
+            self._pace.saved(step, took_s)
 
     def metrics(self, step: int) -> dict[str, float]:
         """What is logged beside the loss; see `Metrics`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -70,7 +71,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
         "train": _wrap_train,
         "log": functools.partial(_wrap_log, callback=callback),
         "_save": _wrap_save,
-        "_save_checkpoint": _wrap_save_checkpoint,
+        "_save_checkpoint": functools.partial(_wrap_save_checkpoint, callback=callback),
         "_save_optimizer_and_scheduler": _wrap_save_optimizer,
         "_load_from_checkpoint": _wrap_load_weights,
         "_load_optimizer_and_scheduler": _wrap_load_optimizer,
@@ -244,11 +245,15 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_save_checkpoint(original: Callable[..., Any], callback: type) -> Callable[..., Any]:
     def wrapped(self: Any, model: Any, trial: Any) -> Any:
         if engine_under(self.model) is None:
             return original(self, model, trial)
-        return trainer_checkpoint.save_checkpoint(original, self, model, trial)
+        began_s = time.monotonic()
+        trainer_checkpoint.save_checkpoint(original, self, model, trial)
+        for entry in self.callback_handler.callbacks:
+            if isinstance(entry, callback):
+                entry.saved(self.state.global_step, time.monotonic() - began_s)  # type: ignore[attr-defined]
 
     return wrapped
 

@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import hf_zero as zero
-from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.errors import CheckpointError, ConfigError, UsageError
 from hf_zero.host.progress import RUN_VARIABLE
 from hf_zero.integrations.trainer import healing
 from tests.integrations.trainer.runs import collate, dataset
@@ -65,6 +66,40 @@ def test_each_start_goes_on_from_what_its_own_run_has_saved(tmp_path: Path) -> N
     more = run_ranks(_train, 2, "this", out, 8, 1)[0]
     assert (fewer[0], more[0]) == (3, 2)
     assert (fewer[1], more[1]) == (pytest.approx(expected[:6], rel=1e-5), pytest.approx(expected, rel=1e-5))
+
+
+@on_ranks(2)
+def test_saves_take_the_share_of_the_time_that_they_may(tmp_path: Path) -> None:
+    clock = [0.0]
+    saved = []
+
+    class Timed(TrainerCallback):  # type: ignore[misc]
+        """A step takes 1 s, and a save 3 s on rank 0, whose clock counts."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock[0] += 1 + dist.get_rank()
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saved.append(state.global_step)
+
+    def save(*_: Any) -> None:
+        clock[0] += 3
+
+    args = zero.ZeroTrainingArguments(
+        str(tmp_path), zero=2, zero_save_every="20%", max_steps=50, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    model = make_model(CASES["llama"])
+    trainer = Trainer(model, args, collate, dataset(24), callbacks=[Timed()])
+    with (
+        mock.patch("hf_zero.integrations.trainer.pace.time.monotonic", lambda: clock[0]),
+        mock.patch("hf_zero.integrations.trainer.checkpoint.save_checkpoint", save),
+    ):
+        trainer.train()
+    zero.undo()
+    assert saved == [10, 22, 34, 46, 50], saved
+    for wrong in ("2", "0%", "100%", "often"):
+        with pytest.raises(ConfigError, match="share of the time that saving may take, such as 2%"):
+            zero.ZeroTrainingArguments(str(tmp_path), zero=2, zero_save_every=wrong, use_cpu=True)
 
 
 @on_ranks(2)
