@@ -161,7 +161,7 @@ def test_a_training_whose_rank_is_killed_ends_with_the_same_bits(tmp_path: Path)
 @pytest.mark.slow
 def test_a_run_that_is_killed_hangs_and_is_queued_again_has_the_same_bits(tmp_path: Path) -> None:
     _, undisturbed = _launch(tmp_path, "a")
-    code, ended = _launch(tmp_path, "b", "3:0:SIGKILL", "5:1:end", SLURM_JOB_ID="7")
+    code, ended = _launch(tmp_path, "b", "3:0:SIGKILL", "5:1:end", SLURM_JOB_ID="7", PAUSE_S="2")
     assert code == 0 and "told to end, and all is saved" in ended, ended
     assert "weights" not in ended
     code, healed = _launch(tmp_path, "b", "3:0:SIGKILL", "5:1:end", SLURM_JOB_ID="7")

@@ -38,8 +38,8 @@ class Manifest:
         global_batch: samples of one optimizer step over all ranks; None if unknown.
         config: of ZeRO.
         versions: of the libraries that wrote it.
-        run: what all starts of a run that heals have in common; None for any other run.
         files: by name; in the folder itself, or in a folder in it ("adapter/name", as PEFT keeps further adapters).
+        run: what all starts of a run that heals have in common; None for any other run.
     """
 
     step: int
@@ -48,8 +48,8 @@ class Manifest:
     global_batch: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    run: str | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    run: str | None = None
 
     def to_json(self) -> str:
         """The manifest with a digest of its own text."""
