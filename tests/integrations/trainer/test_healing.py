@@ -113,6 +113,14 @@ def test_what_cannot_go_on_right_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="two trainings of a run with --max_restarts have the folder"):
         _train("run", str(tmp_path / "b"), 1, 1, twice=True)
     zero.undo()
+    with (
+        mock.patch("hf_zero.host.progress.last_saved", lambda: 4 if dist.get_rank() else None),
+        pytest.raises(
+            CheckpointError, match=r"this run has saved step 4 in .*, and rank 0 finds no whole checkpoint of it"
+        ),
+    ):
+        _train("new", str(tmp_path), 4, 1)
+    zero.undo()
 
 
 @on_ranks(2)
