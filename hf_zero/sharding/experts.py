@@ -34,7 +34,8 @@ def share_experts(model: nn.Module, world: World) -> None:
     for name, module in check_experts(model, world).items():
         known = vars(module).get("forward")
         if not isinstance(known, RoutedForward) or not known.is_of(module, world):
-            vars(module)["forward"] = RoutedForward(module, name, world)
+            routes = Routes(int(module.num_experts), world.experts.num_ranks, world.num_shards)  # type: ignore[arg-type]
+            vars(module)["forward"] = RoutedForward(module, name, routes, world)
             mark_experts(module)
 
 
@@ -88,12 +89,12 @@ class RoutedForward:
     Args:
         module: whose. Weak: the module holds this.
         name: of the module.
+        routes: which rank computes which expert.
         world: the ranks.
     """
 
-    def __init__(self, module: nn.Module, name: str, world: World) -> None:
-        self._module, self._name, self._world = weakref.ref(module), name, world
-        routes = Routes(int(module.num_experts), world.experts.num_ranks, world.num_shards)  # type: ignore[arg-type]
+    def __init__(self, module: nn.Module, name: str, routes: Routes, world: World) -> None:
+        self._module, self._world = weakref.ref(module), world
         self._dispatch = Dispatch(name, routes, world, self._before_wait)
 
     def is_of(self, module: nn.Module, world: World) -> bool:
@@ -119,7 +120,7 @@ class RoutedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedForward:
         module = memo.get(id(self._module()))
-        return self if module is None else RoutedForward(module, self._name, self._world)
+        return self if module is None else RoutedForward(module, self._dispatch.name, self._dispatch.routes, self._world)
 
 
 @contextmanager
