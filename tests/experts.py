@@ -25,7 +25,13 @@ _SIZES = {
 _LOCAL = {"num_local_experts": 4, "head_dim": 8}
 _MANY = {"num_experts": 8, "moe_intermediate_size": 12}
 _LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
-_GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 12}
+_GROUPS = {
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 12,
+}
 
 CONFIGS: dict[str, Callable[..., Any]] = {
     "mixtral": lambda **more: transformers.MixtralConfig(**_SIZES, **_LOCAL, **more),

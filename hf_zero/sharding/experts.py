@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.engine import live_engines
@@ -72,14 +73,10 @@ def _check(name: str, module: nn.Module, world: World) -> None:
         raise PartitionError(f"ep_size is {ranks}, but {name!r} is quantised: leave ep_size out")
     if count % shards:
         fitting = [each for each in range(ranks, count + 1, ranks) if count % each == 0]
-        instead = (
-            f"use {' or '.join(map(str, fitting))} of them, or replicate"
-            if fitting
-            else f"ep_size {ranks} does not fit"
-        )
+        instead = f"{' or '.join(map(str, fitting))} of them" if fitting else "another ep_size and other ranks"
         raise ConfigError(
             f"ep_size is {ranks}, but {name!r} has {count} experts, which the {shards} ranks that parameters are cut over do "
-            f"not divide: {instead} (`replicate: R` cuts them over a R-th of the ranks)"
+            f"not divide: use {instead} (`replicate: R` cuts parameters over 1/R of the ranks)"
         )
 
 
@@ -101,6 +98,7 @@ class RoutedForward:
         """Whether this was made for a module and these ranks."""
         return self._module() is module and self._world is world
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         """Run the experts on this rank's tokens, wherever they are; or as ever, where the weights of all are here."""
         module = self._module()
@@ -120,7 +118,9 @@ class RoutedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedForward:
         module = memo.get(id(self._module()))
-        return self if module is None else RoutedForward(module, self._dispatch.name, self._dispatch.routes, self._world)
+        return (
+            self if module is None else RoutedForward(module, self._dispatch.name, self._dispatch.routes, self._world)
+        )
 
 
 @contextmanager

@@ -50,36 +50,38 @@ class Dispatch:
         Returns:
             [tokens, width], in the dtype of `hidden`.
         """
-        places = self._places(expert_ids)
+        places = self.routes.places(expert_ids.reshape(-1))
         order = torch.argsort(places, stable=True)
         sent, came = self._counts(places)
-        rows = self._move(hidden[order // expert_ids.shape[-1]], sent.sum(1).tolist(), came.sum(1).tolist())
-        local = torch.arange(self.routes.num_local, device=hidden.device).repeat(self._over.num_ranks)
-        local = local.repeat_interleave(came.view(-1).to(hidden.device))
-        made = self._computed(rows, local, experts).to(hidden.dtype)
-        back = self._move(made, came.sum(1).tolist(), sent.sum(1).tolist())
+        given, taken = sent.sum(1).tolist(), came.sum(1).tolist()
+        rows = self._move(hidden[order // expert_ids.shape[-1]], given, taken)
+        made = self._computed(rows, self._local(came, len(rows), hidden.device), experts).to(hidden.dtype)
+        back = self._move(made, taken, given)
         by_token = torch.empty_like(back).index_copy(0, order, back).view(*expert_ids.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
-    def _places(self, expert_ids: Tensor) -> Tensor:
-        return self.routes.places(expert_ids.reshape(-1))
-
     def _counts(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """How many rows go to each expert of each rank, and come from each rank for each expert: [ranks, experts of one]."""
-        counted = torch.bincount(places, minlength=self.routes.num_experts)
-        if len(counted) > self.routes.num_experts:
-            raise UsageError(
-                f"ep_size: the router of {self.name!r} has chosen an expert beyond its {self.routes.num_experts}: leave "
-                "ep_size out for this model"
-            )
-        sent = counted.view(self._over.num_ranks, self.routes.num_local)
+        ranks, num_experts = self._over.num_ranks, self.routes.num_experts
+        counted = places.new_zeros(num_experts + 1).scatter_add_(0, places, torch.ones_like(places))
+        sent = counted[:num_experts].view(ranks, -1)
         came = torch.empty_like(sent)
         came[self._over.rank] = sent[self._over.rank]
         moving = self._over.all_to_all([[each] for each in sent], [[each] for each in came], "all_to_all", self.name)
         self._before_wait()
         moving.wait()
-        both = torch.stack([sent, came]).cpu()  # the one time that the host waits for a device
-        return both[0], both[1]
+        found = torch.cat([counted, came.view(-1)]).cpu()  # the one time that the host waits for a device
+        if found[num_experts]:
+            raise UsageError(
+                f"ep_size: the router of {self.name!r} has chosen an expert that is none of its {num_experts}: leave ep_size "
+                "out for this model"
+            )
+        return found[:num_experts].view(ranks, -1), found[num_experts + 1 :].view(ranks, -1)
+
+    def _local(self, came: Tensor, num_rows: int, device: torch.device) -> Tensor:
+        """For which of this rank's experts each row is that has come."""
+        of_counts = torch.arange(self.routes.num_local, device=device).repeat(self._over.num_ranks)
+        return of_counts.repeat_interleave(came.reshape(-1).to(device), output_size=num_rows)
 
     def _move(self, rows: Tensor, sent: list[int], came: list[int]) -> Tensor:
         moved = _Move.apply(rows, self, sent, came)  # type: ignore[no-untyped-call, unused-ignore]

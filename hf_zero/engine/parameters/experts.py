@@ -92,7 +92,11 @@ class Routes:
         return self.num_experts // self.num_ranks
 
     def places(self, expert_ids: Tensor) -> Tensor:
-        """The experts' places in the order of the ranks that compute them: rank x `num_local` + place on that rank."""
+        """The experts' places in the order of the ranks that compute them: rank x `num_local` + place on that rank.
+
+        `num_experts` for what is no expert.
+        """
         size = self.num_experts // self.num_chunks
         chunk = expert_ids // size
-        return chunk % self.num_ranks * self.num_local + chunk // self.num_ranks * size + expert_ids % size
+        places = chunk % self.num_ranks * self.num_local + chunk // self.num_ranks * size + expert_ids % size
+        return places.where((expert_ids >= 0) & (expert_ids < self.num_experts), self.num_experts)
