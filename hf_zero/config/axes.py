@@ -65,7 +65,6 @@ def check_sizes(config: ZeroConfig) -> None:
             values.fail(key, getattr(config, key), advice)
     others = {
         "tp_size": config.tp_size > 1,
-        "sp_size": config.sp_size > 1,
         "offload": config.offload.is_anything,
         "wire": not config.wire.is_default,
         "tile_mlp": config.tile_mlp > 0,
