@@ -34,11 +34,11 @@ _GROUPS = {
 }
 
 CONFIGS: dict[str, Callable[..., Any]] = {
-    "mixtral": lambda **more: transformers.MixtralConfig(**_SIZES, **_LOCAL, **more),
-    "qwen3_moe": lambda **more: transformers.Qwen3MoeConfig(**_SIZES, **_MANY, norm_topk_prob=True, **more),
-    "olmoe": lambda **more: transformers.OlmoeConfig(**_SIZES, **_MANY, **more),
-    "deepseek_v3": lambda **more: transformers.DeepseekV3Config(**_SIZES, **_GROUPS, **_LATENT, **more),
-    "gpt_oss": lambda **more: transformers.GptOssConfig(**_SIZES, **_LOCAL, **more),  # biases, columns before rows
+    "mixtral": lambda **more: transformers.MixtralConfig(**{**_SIZES, **_LOCAL, **more}),
+    "qwen3_moe": lambda **more: transformers.Qwen3MoeConfig(**{**_SIZES, **_MANY, **more}, norm_topk_prob=True),
+    "olmoe": lambda **more: transformers.OlmoeConfig(**{**_SIZES, **_MANY, **more}),
+    "deepseek_v3": lambda **more: transformers.DeepseekV3Config(**{**_SIZES, **_GROUPS, **_LATENT, **more}),
+    "gpt_oss": lambda **more: transformers.GptOssConfig(**{**_SIZES, **_LOCAL, **more}),  # biases, columns before rows
 }
 
 
