@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -199,6 +200,30 @@ def small_llama(folder: str, texts: Iterable[str]) -> str:
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=4,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return _write(folder, AutoModelForCausalLM, config, tokenizer)
+
+
+def small_moe(folder: str, texts: Iterable[str]) -> str:
+    """Write a mixture of experts (Qwen3-MoE, 3 million parameters) and its tokenizer into a folder; returns the folder."""
+    tokenizer = trained_tokenizer(texts)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        moe_intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        output_router_logits=True,
+        router_aux_loss_coef=0.01,
         max_position_embeddings=512,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

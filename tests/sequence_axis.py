@@ -120,6 +120,11 @@ class Pair:
 
     def backward(self, draw: Callable[[int, int], Batch], step: int) -> None:
         """One backward each; losses, and gradients on all ranks, are those of one process."""
+        self.accumulate(draw, step)
+        self.compare_gradients()
+
+    def accumulate(self, draw: Callable[[int, int], Batch], step: int) -> None:
+        """One backward each; losses are those of one process."""
         loss = loss_of(self.model, draw(step, self.own))
         loss.backward()
         losses = []
@@ -128,6 +133,9 @@ class Pair:
             (expected / len(self.groups)).backward()
             losses.append(float(expected.detach()))
         assert abs(loss.item() - losses[self.own]) <= 1e-6 * abs(losses[self.own]), (loss.item(), losses)
+
+    def compare_gradients(self) -> None:
+        """Gradients on all ranks are those of one process."""
         for (name, ours), theirs in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
             if theirs.requires_grad:
                 assert ours.grad is not None and theirs.grad is not None, name

@@ -559,8 +559,11 @@ def tensor_axis_seams() -> list[Seam]:
     from transformers import modeling_layers
     from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce as GatedNorms
     from transformers.distributed.tensor_parallel import TensorParallelLayer
+    from transformers.integrations import moe
 
     return [
+        Seam(moe, "use_experts_implementation", "self._is_expert_parallel = False", "experts are found by it"),
+        Seam(moe, "use_experts_implementation", "self.config._experts_implementation, original_forward", "all of them"),
         Seam(torch.distributed.device_mesh.DeviceMesh, "_flatten", "", "norms over both axes are one exchange"),
         Seam(torch.distributed.tensor.placement_types, "_StridedShard", "split_factor", "rows of what is cut by rows"),
         Seam(

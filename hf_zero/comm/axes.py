@@ -11,10 +11,15 @@ and 6 (`data`), sees the same batch as rank 1 and shares every layer with it (`t
 
 Some of those that cut parameters, next to each other, may see the same batch, and compute a slice of its sequence each
 (`sequence`). For parameters and gradients they are as any other.
+
+Some of those that cut parameters, next to each other, may compute some experts each of every layer (`experts`), and send each
+other tokens. Those at the same place of each such group compute the same experts (`same_experts`), and gather them from each
+other. With 4 shards and `ep_size: 2`, ranks 0 and 1 compute all experts, 2 and 3 again; 0 and 2 compute the same ones.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -50,6 +55,8 @@ class Axes:
         data: among those that gradients are averaged over: they see different batches.
         tensor: among those that share every layer.
         sequence: among those that see slices of the same sequences; this rank alone where none do.
+        experts: among those that compute all experts, some each; this rank alone where each computes all.
+        same_experts: among those of a replica that compute the same experts.
         holders: among those that hold the whole model once.
         everyone: among all ranks, which agree, fail and end together.
         nearby: among those that keep a second copy of rows; this rank alone where none do.
@@ -67,6 +74,8 @@ class Axes:
     everyone: Collectives
     nearby: Collectives
     sequence: Collectives
+    experts: Collectives
+    same_experts: Collectives
     grid: DeviceMesh | None = None
     cells: tuple[Cell, ...] = ()
     num_hosts: int = 1
@@ -120,25 +129,35 @@ class Axes:
         first = cut.rank // config.sp_size * config.sp_size
         sliced = cut.ranks[first : first + config.sp_size]
         sequence = make(plain, sliced, ledger.along("sequence axis"))
+        experts, same_experts = _of_experts(cut, config.ep_size, functools.partial(make, plain), ledger)
         own_row = next(row for row in replicas if any(everyone.ranks[everyone.rank] in cell for cell in row))
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
             grid = _grid(mesh, replicas, device, config.limit_s)
         hosts = [number for (number,) in everyone.agree([host_number()], "the number of hosts")]
         is_first = hosts.index(hosts[everyone.rank]) == everyone.rank
-        others = (holders, everyone, nearby, sequence)
+        others = (holders, everyone, nearby, sequence, experts, same_experts)
         return cls(cut, same_rows, data, tensor, *others, grid, cells, len(set(hosts)), is_first)
 
     @staticmethod
     def of_one(device: torch.device, ledger: Ledger) -> Axes:
         """Those of a process that meets nobody."""
         alone = AloneCollectives(0, device, ledger)
-        return Axes(alone, alone, alone, alone, alone, alone, alone, alone, cells=((0,),))
+        return Axes(alone, alone, alone, alone, alone, alone, alone, alone, alone, alone, cells=((0,),))
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
         """The mesh of what modules compute with, over the tensor axis."""
         return None if self.grid is None else self.grid[TENSOR_AXIS]
+
+
+def _of_experts(cut: Collectives, size: int, make: _Meet, ledger: Ledger) -> tuple[Collectives, Collectives]:
+    """Among the ranks that compute all experts, and among those that compute the same ones."""
+    if size == 1:
+        return AloneCollectives(cut.ranks[cut.rank], cut.device, ledger), cut
+    first, place = cut.rank // size * size, cut.rank % size
+    experts = make(cut.ranks[first : first + size], ledger.along("expert axis"))
+    return experts, make(cut.ranks[place::size], ledger.along("same experts"))
 
 
 def _like_all(cut: Collectives, choice: str, everyone: Collectives, make: _Meet) -> Collectives:
@@ -257,6 +276,12 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
         along += "" if len(cells) == 1 else f", in {len(cells)} replicas"
         raise ConfigError(
             f"sp_size is {config.sp_size}, but {running}{along}: it must divide the {len(cells[0])} that parameters are cut "
+            "over"
+        )
+    if len(cells[0]) % config.ep_size:
+        along = "" if len(cells) == 1 else f", in {len(cells)} replicas"
+        raise ConfigError(
+            f"ep_size is {config.ep_size}, but {running}{along}: it must divide the {len(cells[0])} that parameters are cut "
             "over"
         )
     return cells

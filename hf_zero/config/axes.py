@@ -1,13 +1,16 @@
-"""Sizes of axes by the names of the papers: `dp_degree`, `mp_degree`, `pp_degree`."""
+"""Sizes of axes: by the names of the papers (`dp_degree`, `mp_degree`, `pp_degree`), and what each of them goes with."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import values
 from hf_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_zero.config.zero_config import ZeroConfig
 
 DEGREES = ("dp_degree", "mp_degree", "pp_degree")
 
@@ -45,3 +48,28 @@ def take_degrees(mapping: Mapping[Any, Any], source: str) -> Mapping[Any, Any]:
                 f"{source}: key '{key}': {values.shown(rest[key])}, but {given} mean {value}; leave one of them out"
             )
     return {**rest, **{key: value for key, value in meant.items() if value is not None}}
+
+
+def check_sizes(config: ZeroConfig) -> None:
+    """Raise a `ConfigError` for sizes of axes that do not go with the rest of a configuration."""
+    cuts, stage = config.policy.shards_optimizer, config.stage
+    if config.replicate > 1 and not cuts:
+        values.fail(
+            "replicate",
+            config.replicate,
+            f"has no effect in stage {stage}, where every rank is a replica; remove it, or use stage 1, 2 or 3",
+        )
+    for key in ("tp_size", "ep_size"):
+        if getattr(config, key) > 1 and not cuts:
+            advice = f"cannot be had in stage {stage}, which partitions nothing; use stage 1, 2 or 3"
+            values.fail(key, getattr(config, key), advice)
+    others = {
+        "tp_size": config.tp_size > 1,
+        "offload": config.offload.is_anything,
+        "wire": not config.wire.is_default,
+        "tile_mlp": config.tile_mlp > 0,
+        "keep_whole_numel": config.keep_whole_numel > 0,
+    }
+    found = [key for key, is_asked_for in others.items() if is_asked_for]
+    if config.ep_size > 1 and found:
+        values.fail("ep_size", config.ep_size, f"cannot be had together with {' and '.join(found)}; remove one of them")

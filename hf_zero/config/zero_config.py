@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hf_zero.config import files, values
 from hf_zero.config.activations import Activations
-from hf_zero.config.axes import DEGREES, take_degrees
+from hf_zero.config.axes import DEGREES, check_sizes, take_degrees
 from hf_zero.config.deepspeed import rules as deepspeed_rules
 from hf_zero.config.deepspeed import translate as deepspeed
 from hf_zero.config.deepspeed.reader import ImportRow
@@ -86,6 +86,8 @@ class ZeroConfig:
         tp_size: ranks next to each other that share every layer (tensor parallelism of transformers) and see the same batch;
             what each of them holds is cut over the others. The model must have a plan for it.
         sp_size: ranks next to each other that see the same batch, and compute a slice of its sequences each (causal models).
+        ep_size: ranks next to each other that compute some experts each of every layer, and send each other the tokens of their
+            own batches (mixture-of-experts models of transformers).
         optimizer_on: what optimizers step on: "rows", which is right for elementwise ones alone; "whole" parameters, each on
             one rank; "auto": rows for those known (or marked by `mark_elementwise`) to be elementwise, else whole ones.
         expected_world_size: ranks that the run must have; None: any number.
@@ -125,6 +127,7 @@ class ZeroConfig:
     replicate: int = 1
     tp_size: int = 1
     sp_size: int = 1
+    ep_size: int = 1
     optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
@@ -145,16 +148,7 @@ class ZeroConfig:
                 False,
                 f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
             )
-        if self.replicate > 1 and not self.policy.shards_optimizer:
-            values.fail(
-                "replicate",
-                self.replicate,
-                f"has no effect in stage {self.stage}, where every rank is a replica; remove it, or use stage 1, 2 or 3",
-            )
-        if self.tp_size > 1 and not self.policy.shards_optimizer:
-            values.fail(
-                "tp_size", self.tp_size, "cannot be had in stage 0, which partitions nothing; use stage 1, 2 or 3"
-            )
+        check_sizes(self)
         if self.reduce_scatter is not True and not self.policy.shards_optimizer:
             values.fail(
                 "reduce_scatter",
@@ -344,6 +338,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "replicate": partial(values.count, minimum=1),
     "tp_size": partial(values.count, minimum=1),
     "sp_size": partial(values.count, minimum=1),
+    "ep_size": partial(values.count, minimum=1),
     "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,

@@ -19,6 +19,7 @@ from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
 from hf_zero.engine.modules.hooks import Hook, ModuleHooks
 from hf_zero.engine.modules.inputs import CastInputs
 from hf_zero.engine.modules.state_dict import CutStateDict
+from hf_zero.engine.parameters.experts import Computed
 from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, set_owner
@@ -100,6 +101,7 @@ class ZeroEngine:
             holders=[(weakref.ref(module), name) for module, name in found.locations],
             layout=world.layout_of(param),
             rank=world.shard_rank,
+            computed=Computed.by(found.locations, param, world),
             compute_dtype=param.dtype if is_quantised(param) else world.precision.compute_for(made_in, keeps_float32),
             averages=world.config.gradient_reduction == "mean",
             aliases=found.names[1:],
@@ -131,9 +133,8 @@ class ZeroEngine:
         self._as_partitioned = AsPartitioned(model, self.parameters)
         self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
-        after_load = Hook(self._after_load)
         self._handles.append(model.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
-        self._handles.append(model.register_load_state_dict_post_hook(after_load))  # type: ignore[no-untyped-call]
+        self._handles.append(model.register_load_state_dict_post_hook(Hook(self._after_load)))  # type: ignore[no-untyped-call]
 
     def _build_units(self, model: nn.Module) -> None:
         torch_compat.let_compiled_code_take(Whole, SharedWhole)
@@ -309,13 +310,13 @@ class ZeroEngine:
         p = self._by_param.get(id(param))
         if p is None or not self._is_running() or is_peeked_at():
             return param
-        is_traced = self._is_traced(p)
+        if is_traced := self._is_traced(p):
+            p.computed.refuse_part(f"{p.name!r} is read outside its module's call")
         self.gathering.keep_written_reads()
         known = self.gathering.reads.find(p, is_traced)
         if known is None:
             self.gathering.begin_read()
-            unit = self._unit_of[id(p)]
-            if unit.is_releasable:
+            if (unit := self._unit_of[id(p)]).is_releasable:
                 self.gathering.tell_of_wait()
             whole = as_shown(param, unit.read_whole(p))
             known = p.as_seen(in_graph(self.backward, Read(p, unit), whole) if is_traced else whole)

@@ -136,6 +136,10 @@ class ModelStates:
     on_host: int = 0
     rows_from_device: int = 0
 
+    def plus(self, others: ModelStates) -> ModelStates:
+        """Those of more parameters."""
+        return ModelStates(**{name: value + getattr(others, name) for name, value in vars(self).items()})
+
     @property
     def traffic(self) -> int:
         """Received in a step."""
@@ -226,7 +230,7 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
     states.trained_rows += p.row_bytes
     states.optimizer += num_states * p.row_bytes
     states.optimizer_on_disk += num_states * p.row_bytes if config.offload.optimizer == "disk" else 0
-    keeps_whole = not policy.shards_gradients and ranks.data > 1
+    keeps_whole = not policy.shards_gradients and ranks.data > 1 and config.ep_size == 1
     states.gradients += p.layout.numel * p.gradient.summed.itemsize if keeps_whole else p.row_bytes
     if p.is_cut:
         states.sharded += p.row_bytes * (num_states + policy.shards_gradients)
@@ -235,7 +239,7 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
 
 def _add_reductions(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks) -> None:
     # Where gradients are whole between backwards, those of a tied weight are added up before they are reduced.
-    times = p.uses.calls if config.policy.shards_gradients else 1
+    times = p.uses.calls if config.policy.shards_gradients or config.ep_size > 1 else 1
     if not p.is_cut:
         states.reduced += times * _all_reduced(p.layout.numel * p.gradient.summed.itemsize, ranks.data)
         return

@@ -13,6 +13,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.backward.reduction import gradient_dtypes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameters.quantised import is_quantised
+from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.plan.states import ModelStates, Placed, Ranks, Uses, add_up
 from hf_zero.tables import aligned
@@ -21,15 +22,28 @@ _ADAM_STATES = 2  # exp_avg and exp_avg_sq, in the dtype at rest
 
 
 def model_states(engine: ZeroEngine) -> ModelStates:
-    """What this rank holds and receives, from the engine's own layouts, see `add_up`."""
+    """What this rank holds and receives, from the engine's own layouts, see `add_up`; but for tokens that go to experts."""
+    world = engine.world
+    dense = [p for p in engine.parameters if not p.computed.is_part]
+    experts = [p for p in engine.parameters if p.computed.is_part]
+    ranks = Ranks(world.num_shards, world.replicas.num_ranks, world.data.num_ranks, world.nearby.num_ranks)
+    states = _states_of(engine, dense, ranks)
+    if experts:
+        same = Ranks(world.same_experts.num_ranks, world.replicas.num_ranks, world.replicas.num_ranks)
+        states = states.plus(_states_of(engine, experts, same))
+    states.largest_unit = max((unit.buffer_nbytes for unit in engine.units), default=0)
+    return states
+
+
+def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks) -> ModelStates:
     world = engine.world
     shared = {p for unit in engine.units if unit.is_shared for p in unit.parameters}
     units = {p: unit for unit in engine.units for p in unit.parameters}
     uses = {unit: Uses.of(unit.name, unit.entries) for unit in engine.units}
     placed = [
         Placed(
-            p.layout,
-            p.rank,
+            p.computed.layout,
+            p.computed.rank,
             p.param.dtype,
             p.compute_dtype,
             gradient_dtypes(p, world),
@@ -39,12 +53,9 @@ def model_states(engine: ZeroEngine) -> ModelStates:
             p not in units or units[p].keeps_whole or units[p].index in engine.kept_for_backward,
             "float32" if is_quantised(p.param) else world.config.wire.gather,
         )
-        for p in engine.parameters
+        for p in parameters
     ]
-    ranks = Ranks(world.num_shards, world.replicas.num_ranks, world.data.num_ranks, world.nearby.num_ranks)
-    states = add_up(placed, world.config, ranks, _ADAM_STATES, world.steps_on_host)
-    states.largest_unit = max((unit.buffer_nbytes for unit in engine.units), default=0)
-    return states
+    return add_up(placed, world.config, ranks, _ADAM_STATES, world.steps_on_host)
 
 
 def summary(engine: ZeroEngine, mixed_precision: str = "no", is_full: bool = True) -> str:
@@ -130,6 +141,7 @@ def _dtypes(engine: ZeroEngine, mixed_precision: str) -> str:
 def _axes(world: World) -> str:
     """How the ranks are arranged, where they are not one row."""
     shared = f", each sequence over {world.sequence.num_ranks} ranks" if world.sequence.num_ranks > 1 else ""
+    shared += f", all experts over {world.experts.num_ranks} ranks" if world.experts.num_ranks > 1 else ""
     if world.tensor.num_ranks == 1:
         several = world.replicas.num_ranks > 1
         return (f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if several else "") + shared
@@ -150,10 +162,8 @@ def _hybrid(states: ModelStates, world: World) -> str:
     `shards`ths come from other hosts; with a replica a host it is the sum of its own rows, which are `hosts` times as many.
     """
     hosts, shards = world.num_hosts, world.num_shards
-    can_be_had = (
-        hosts > 1 and world.partitions and world.replicas.num_ranks == 1 and shards % hosts == 0 and shards > hosts
-    )
-    if not can_be_had:
+    is_one_row = world.partitions and world.replicas.num_ranks == world.experts.num_ranks == 1
+    if not (hosts > 1 and is_one_row and shards % hosts == 0 and shards > hosts):
         return ""
     now = states.traffic * (shards - shards / hosts) / (shards - 1)
     then = 2 * states.reduced_rows * hosts * (hosts - 1) / hosts

@@ -29,8 +29,8 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`generate`; all ranks call it, unless their parameters are whole anyway.
 
     Where memory allows (`gather_for_generation`), parameters are gathered once for all tokens, and each rank generates by
-    itself. Otherwise they are gathered for every token, and every rank goes on until all have finished; a `generate` that is
-    not transformers' has to make as many tokens on every rank then.
+    itself. Otherwise, and where ranks send each other tokens for their experts, they are gathered for every token, and every
+    rank goes on until all have finished; a `generate` that is not transformers' has to make as many tokens on every rank then.
 
     Raises:
         CollectiveError: a rank has not called it.
@@ -42,10 +42,13 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = type(self).generate  # type: ignore[attr-defined]
     world = world_of_model(self)
-    if world is None or not world.config.policy.shards_parameters or _is_whole(self):
+    shares_experts = world is not None and world.experts.num_ranks > 1
+    is_alone = world is None or not (world.config.policy.shards_parameters or shares_experts)
+    if is_alone or _is_whole(self):
         return original(self, *args, **kwargs)
+    assert world is not None
     takes_it = _is_of_transformers(self)
-    if not _gathers_once(self, world):
+    if shares_experts or not _gathers_once(self, world):
         return original(self, *args, **(kwargs | {"synced_gpus": True} if takes_it else kwargs))
     with _whole(self):
         return original(self, *args, **(kwargs | {"synced_gpus": False} if takes_it else kwargs))

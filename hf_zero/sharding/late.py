@@ -33,6 +33,7 @@ from hf_zero.sharding.checks import (
     refuse_whole_for_a_while,
 )
 from hf_zero.sharding.cutting import broadcast_buffers, partition_whole, raise_to_master, take_home
+from hf_zero.sharding.experts import share_experts
 from hf_zero.sharding.sequence.model import slice_sequences
 from hf_zero.trace.recorder import record_if_asked
 
@@ -48,6 +49,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     find_modules(model, world.config)
     check_offload(world)
     slice_sequences(model, world)
+    share_experts(model, world)
     refuse_whole_for_a_while(model)
     refuse_lazy(model)
     hear_of_steps()

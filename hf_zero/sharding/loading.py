@@ -25,6 +25,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
 from hf_zero.sharding.construct import Cutter, is_parameter
+from hf_zero.sharding.experts import check_experts
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
 from hf_zero.sharding.whole_window import is_mapped
 
@@ -210,7 +211,9 @@ class LoadSeam:
                     "ZeroAccelerator.prepare or shard_model partitions it then"
                 )
             if load_config.device_mesh is not None and self._world.tensor.num_ranks == 1:
-                raise PartitionError("a distributed_config shards the model already")
+                raise PartitionError(
+                    "a distributed_config shards the model already: give its sizes in the zero configuration (tp_size, ep_size)"
+                )
             if wanted != {device}:
                 raise PartitionError(
                     f"device_map={load_config.device_map} does not put the whole model on {device}; leave it out"
@@ -238,6 +241,7 @@ class LoadSeam:
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )  # an adapter, a model that stays whole
         cutter = self._open_cutter or Cutter(self._world)
+        check_experts(model, self._world)
         with self._world.together("cannot share this model's layers", PartitionError):
             refuse_mixed_parts(model, load_config.weight_mapping, self._world)
         remember_tensor_axis(model, self._world)

@@ -8,7 +8,8 @@
 - `save_pretrained`, also of parts: writes whole weights. Of other libraries than transformers and PEFT (diffusers,
   sentence-transformers), all parameters are whole on every rank while rank 0 writes.
 - `resize_token_embeddings`: sees whole embeddings; what it creates is partitioned by the next `shard_model`.
-- hooks that slice sequences, where there is a sequence axis.
+- hooks that slice sequences, where there is a sequence axis; forwards of experts that send tokens, where there is an axis of
+  experts.
 - `generate`: gathers once for the whole call, or keeps the ranks in step while any of them still generates (stage 3).
 
 The methods are bound to the model, so a deep copy of it gets its own.
@@ -32,6 +33,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
+from hf_zero.sharding.experts import share_experts
 from hf_zero.sharding.generation import generate
 from hf_zero.sharding.other_libraries.resting_on_host import tell_device
 from hf_zero.sharding.sequence.model import slice_sequences
@@ -42,6 +44,7 @@ _LOCAL_SGD = "accelerate.local_sgd"
 def attach(model: nn.Module, world: World) -> None:
     """Attach all of this to a model; a second call changes nothing."""
     slice_sequences(model, world)
+    share_experts(model, world)
     attributes = model.__dict__
     attributes["no_sync"] = types.MethodType(_no_sync, model)
     if world.steps_on_host:

@@ -238,11 +238,11 @@ def _check_fits(given: Any, world: World) -> None:
     for name in ("ep_size", "pp_size"):
         if getattr(given, name) > 1:
             raise ConfigError(
-                f"DistributedConfig({name}={getattr(given, name)}) cannot be combined with zero"
+                f"DistributedConfig({name}={getattr(given, name)}) cannot be combined with zero: "
                 + (
-                    ": recipes/pipeline.py shows pipeline stages under zero"
+                    "recipes/pipeline.py shows pipeline stages under zero"
                     if name == "pp_size"
-                    else ", nor can expert parallelism"
+                    else "give ep_size in the zero configuration, without tp_size"
                 )
             )
     for name in ("tp_size", "fsdp_size", "dp_replicate_size"):

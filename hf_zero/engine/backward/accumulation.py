@@ -64,6 +64,8 @@ class Accumulation:
         """Pass this rank's whole gradients through what users have registered, once a backward, as autograd does."""
         for unit, waiting in self._hooked.items():
             for p in unit.parameters:
+                if p in waiting and grad_hooks(p.param):
+                    p.computed.refuse_part(f"the gradient of {p.name!r} has a hook")
                 for hook in grad_hooks(p.param) if p in waiting else ():
                     changed = hook(waiting[p])
                     waiting[p] = waiting[p] if changed is None else changed

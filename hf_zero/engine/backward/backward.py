@@ -270,6 +270,7 @@ class Backward:
     def on_gradient(self, p: ZeroParameter, gradient: Tensor) -> None:
         """This rank's whole gradient of what was computed of a parameter at rest is there."""
         _refuse_create_graph()
+        p.computed.refuse_part(f"a loss is computed from {p.name!r} itself")
         session = self.begin()
         session.has_gradients = True
         part = self._world.cut_of(p.param).part_of(gradient).to(self._world.device)

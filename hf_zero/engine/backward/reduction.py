@@ -44,8 +44,9 @@ def num_values_agreed(num_parameters: int) -> int:
 
 def gradient_dtypes(p: ZeroParameter, world: World) -> GradientDtypes:
     """How the gradient of a parameter is reduced."""
-    is_as_made = p.is_sharded and world.shards_gradients
-    sends_as_given = world.shards.sends_rows_as_given and world.config.reduce_scatter is True
+    is_as_made = p.is_spread and world.shards_gradients
+    shards = world.same_experts if p.computed.is_part else world.shards
+    sends_as_given = shards.sends_rows_as_given and world.config.reduce_scatter is True
     return world.precision.gradient_dtypes(p.compute_dtype, is_as_made, sends_as_given)
 
 
@@ -133,7 +134,8 @@ class Reducer:
             self._complete()
         while self._between_replicas:
             self._complete_replicas()
-        self.world.shards.settle()
+        for shards in (self.world.shards, self.world.same_experts):
+            shards.settle()
         for p in named_by(reports.highest.used, parameters):
             self.given[p] = None
         self._give([(p, self._unused[p]) for p in self.given if p in self._unused])
@@ -162,11 +164,11 @@ class Reducer:
         num_bytes = 0
         for p, flat in self._flats(unit.trainable(), gradients):
             grad, dtypes = gradients.get(p), self.gradient_dtypes[p]
-            num_bytes += p.layout.numel * dtypes.sent.itemsize
-            if p.is_sharded:
+            num_bytes += p.computed.layout.numel * dtypes.sent.itemsize
+            if p.is_spread:
                 # Fresh: kept from one backward to the next, it cost 4/N bytes a parameter at the peak, and no time was saved.
                 result = flat.new_empty(p.local_numel, dtype=dtypes.summed)
-                sharded.append(Rows(flat, p.layout))
+                sharded.append(Rows(flat, p.computed.layout))
                 outputs.append(result)
             else:
                 result = flat
@@ -176,21 +178,21 @@ class Reducer:
             self._complete()
         exchanges = []
         if sharded:
-            exchanges.append(self._reduce_rows(sharded, outputs, unit.name))
+            exchanges.append(self._reduce_rows(sharded, outputs, unit))
         if summed:
-            exchanges.append(self.world.data.all_reduce(summed, unit.name, self._divisor))
+            exchanges.append(unit.axes.whole.all_reduce(summed, unit.name, self._divisor))
         self._in_flight.append(_InFlight(unit.name, num_bytes, exchanges, results))
 
-    def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: str) -> Exchange:
+    def _reduce_rows(self, items: list[Rows], outputs: list[Tensor], unit: Unit) -> Exchange:
         """Begin the exchange that the configuration asks for."""
         divisor = self._divisor if self.world.replicas.num_ranks == 1 else 1
         match self.world.config.reduce_scatter:
             case True:
-                return self.world.wired.reduce_scatter(items, outputs, unit, divisor)
+                return unit.axes.wired.reduce_scatter(items, outputs, unit.name, divisor)
             case False:
-                return self.world.shards.reduce_whole(items, outputs, unit, divisor)
+                return unit.axes.shards.reduce_whole(items, outputs, unit.name, divisor)
             case "to_owner":
-                return self.world.shards.reduce_to_owners(items, outputs, unit, divisor)
+                return unit.axes.shards.reduce_to_owners(items, outputs, unit.name, divisor)
 
     @property
     def _divisor(self) -> int:
@@ -205,11 +207,11 @@ class Reducer:
         for p in parameters:
             grad, dtype = gradients.get(p), self.gradient_dtypes[p].given
             if grad is None:
-                flats[p] = torch.zeros(p.layout.numel, dtype=dtype, device=self.world.device)
+                flats[p] = torch.zeros(p.computed.layout.numel, dtype=dtype, device=self.world.device)
                 continue
-            flats[p] = flat = grad if grad.ndim == 1 and grad.is_contiguous() else p.layout.flat(grad)
+            flats[p] = flat = grad if grad.ndim == 1 and grad.is_contiguous() else p.computed.layout.flat(grad)
             # What stays whole is summed in place, and autograd may have handed its own to somebody else.
-            is_autograds = not p.is_sharded and flat.data_ptr() == grad.data_ptr()
+            is_autograds = not p.is_spread and flat.data_ptr() == grad.data_ptr()
             if flat.dtype != dtype or is_autograds:
                 copied.append(p)
         dtypes = [self.gradient_dtypes[p].given for p in copied]
@@ -226,7 +228,7 @@ class Reducer:
         if self.world.replicas.num_ranks == 1:
             self._add(item)
             return
-        rows = [rows for p, rows, _ in item.results if p.is_sharded]
+        rows = [rows for p, rows, _ in item.results if p.is_spread]
         exchange = self.world.replicas.all_reduce(rows, item.unit, self._divisor)
         self._between_replicas.append(replace(item, exchanges=[exchange]))
         while len(self._between_replicas) > 1:

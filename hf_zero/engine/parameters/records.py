@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.copies import in_dtypes
+from hf_zero.engine.parameters.experts import Computed
 from hf_zero.engine.parameters.host_rows import HostParameter, HostRows
 from hf_zero.engine.parameters.partitioned_tensor import (
     PartitionedTensor,
@@ -60,8 +61,9 @@ class ZeroParameter:
             tensor in stage 0 and at world size 1).
         holders: the modules that hold it, and the attributes' names. Weak: graphs refer to parameters, and a module that
             keeps its output (`self.last = y`) keeps a graph.
-        layout: how it is cut; one rank where it stays whole.
+        layout: how it is cut at rest; one rank where it stays whole.
         rank: this rank.
+        computed: what modules compute with, and how that is cut: the same, but for experts.
         compute_dtype: dtype of the whole tensor that modules see.
         averages: whether gradients are averaged over the ranks, or summed.
         seen: how modules see what is gathered, if not as it is: see [Note: tensor axis].
@@ -74,6 +76,7 @@ class ZeroParameter:
     holders: list[tuple[weakref.ref[nn.Module], str]]
     layout: RowLayout
     rank: int
+    computed: Computed
     compute_dtype: torch.dtype
     averages: bool = True
     seen: Seen | None = None
@@ -113,6 +116,11 @@ class ZeroParameter:
         """Whether each rank holds only its rows."""
         return self.layout.num_ranks > 1
 
+    @cached_property
+    def is_spread(self) -> bool:
+        """Whether several ranks hold what modules compute with."""
+        return self.computed.layout.num_ranks > 1
+
     @property
     def local(self) -> Tensor:
         """This rank's rows, in the dtype at rest, without autograd."""
@@ -130,8 +138,8 @@ class ZeroParameter:
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of a padded whole tensor in the compute dtype."""
-        return self.layout.padded_numel * self.compute_dtype.itemsize
+        """Bytes, padded, of what modules compute with."""
+        return self.computed.layout.padded_numel * self.compute_dtype.itemsize
 
     @property
     def is_whole_elsewhere(self) -> bool:
@@ -145,7 +153,7 @@ class ZeroParameter:
 
     def move_into(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
         """Let the rows at rest live inside a whole buffer, so that the optimizer writes where the gather reads."""
-        start, stop = self.layout.span(self.rank)
+        start, stop = self.computed.layout.span(self.computed.rank)
         itemsize = self.param.dtype.itemsize
         alias = torch_compat.storage_alias(storage, offset_bytes + start * itemsize, (stop - start) * itemsize)
         rows = torch_compat.tensor_on(alias, 0, self.local_shape, self.param.dtype)
@@ -216,6 +224,11 @@ class ZeroParameter:
     def rests_as_computed(self) -> bool:
         """Whether modules can compute with it as it is at rest, but for being cut."""
         return self.compute_dtype == self.param.dtype and self.host is None
+
+    @property
+    def rests_as_seen(self) -> bool:
+        """Whether what modules see is the whole of it, a plain tensor, and its rows lie where it is gathered."""
+        return self.seen is None and self.host is None and not self.computed.is_part
 
     def leave(self, engine: Any) -> None:
         """Its engine ends: it is an ordinary parameter again."""

@@ -209,8 +209,11 @@ class World(Axes):
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether gradients are reduced to rows after every micro-batch: in stage 1, too, where they go to the host."""
-        return self.config.policy.shards_gradients or self.steps_on_host
+        """Whether gradients are reduced to rows after every micro-batch.
+
+        In stage 1, too, where they go to the host, or where a rank has those of some experts only.
+        """
+        return self.config.policy.shards_gradients or self.steps_on_host or self.experts.num_ranks > 1
 
     @property
     def steps_on_host(self) -> bool:

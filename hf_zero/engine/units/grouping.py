@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config.zero_config import UnitGrouping
+from hf_zero.engine.parameters.experts import is_of_experts
 from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class
 from hf_zero.engine.parameters.records import at_rest_id
 from hf_zero.errors import ConfigError
@@ -105,15 +106,16 @@ def group(model: nn.Module, grouping: UnitGrouping) -> list[Group]:
             entry_of_path[path] = (path, module)
         else:
             entry_of_path[path] = entry_of_path[path.rpartition(".")[0]]
-    groups: dict[tuple[int, ...], Group] = {}
+    groups: dict[tuple[object, ...], Group] = {}
     for found in find_parameters(model):
         needed_by: dict[int, tuple[str, nn.Module]] = {}
         for name in found.names:
             path, entry = entry_of_path[name.rpartition(".")[0]]
             needed_by.setdefault(id(entry), (path, entry))
-        key = tuple(sorted(needed_by))
+        is_part = is_of_experts(found.locations)  # which come from other ranks, see [Note: experts]
+        key = (is_part, *sorted(needed_by))
         if key not in groups:
-            label = " + ".join(path for path, _ in needed_by.values())
+            label = " + ".join(path for path, _ in needed_by.values()) + (" (experts)" if is_part else "")
             groups[key] = Group(label, [entry for _, entry in needed_by.values()])
         groups[key].params.append(found)
     return list(groups.values())

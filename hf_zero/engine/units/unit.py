@@ -24,6 +24,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.axes import UnitAxes
 from hf_zero.engine.units.from_host import Upload, go_ahead, going_up
 from hf_zero.engine.units.memory import GatheredMemory, Slot, fill_own_rows, release_rows
 from hf_zero.engine.units.residency import NEXT, Lease, LiveCall, Residency, Tenure
@@ -46,6 +47,7 @@ class Unit:
         memory: what counts gathered bytes.
 
     Attributes:
+        axes: among which ranks its exchanges are.
         epoch: counts the changes of its rows, alike on all ranks: a backward whose forward saw another one raises.
         guarded: views that nodes of graphs keep, which make the unit whole before they run.
         live_calls: whose graphs live: where gradients are reduced once a step, after the last of them.
@@ -68,21 +70,20 @@ class Unit:
         self.residency = Residency.RELEASED
         self.guarded: list[weakref.ref[Tensor]] = []
         self.live_calls: weakref.WeakSet[LiveCall] = weakref.WeakSet()
-        self._world = world
-        self._memory = memory
+        self._world, self._memory, self.axes = world, memory, UnitAxes.of(parameters, world)
         self._leases = 0
         self._pending: list[Exchange | Upload] = []
         self._second: SecondCopy | None = None
         self._arriving = -1  # the epoch of the gather under way that the second copy is to be made of
         # A parameter that is whole at rest, in the compute dtype, is read where it lives.
-        self._buffered = [p for p in parameters if p.is_sharded or p.compute_dtype != p.param.dtype or p.host]
+        self._buffered = [p for p in parameters if p.is_spread or p.compute_dtype != p.param.dtype or p.host]
         self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
         self._stale = list(parameters)  # of shared memory: what has changed since it was gathered
         self._slots: dict[ZeroParameter, Slot] = {}  # once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
         self.keeps_whole = not world.shards_parameters  # and gathers new rows at once
         self.tenure = Tenure.OWNED if self.keeps_whole else Tenure.RESIZED
-        if world.shards.shares_memory and any(p.is_sharded for p in parameters):
+        if self.axes.shards.shares_memory and any(p.is_spread for p in parameters):
             self.tenure = Tenure.SHARED
         for p in self._buffered:
             p.is_shared = self.is_shared
@@ -95,13 +96,13 @@ class Unit:
         So it is in stages 0 to 2, and wherever ranks share memory, since nobody could give back what the others read.
         """
         if self.is_shared:
-            self._storage = self._world.shards.allocate(self.buffer_nbytes, f"unit {self.name!r}")
+            self._storage = self.axes.shards.allocate(self.buffer_nbytes, f"unit {self.name!r}")
         else:
             self._storage.resize_(self.buffer_nbytes)
         # In another format, this rank's own rows are not what it computes with.
         is_exact = self.has_exact_wholes
         for p, offset in zip(self._buffered, self._offsets, strict=True):
-            is_same = p.is_sharded and p.param.dtype == p.compute_dtype and not p.host
+            is_same = p.is_spread and p.param.dtype == p.compute_dtype and not p.host
             if is_same and is_exact and not p.layout.dim:
                 p.move_into(self._storage, offset)
             else:
@@ -202,11 +203,11 @@ class Unit:
         if only is None and self.is_shared:
             only, self._stale = self._stale, []
         chosen = list(self._slots.values()) if only is None else [self._slots[p] for p in only if p in self._slots]
-        items = [slot.rows for slot in chosen if slot.parameter.is_sharded]
-        if items and self._world.nearby.num_ranks > 1:
-            self._second = self._second or SecondCopy(items, self._world.nearby, self.name)
+        items = [slot.rows for slot in chosen if slot.parameter.is_spread]
+        if items and (nearby := self._world.nearby).num_ranks > 1:
+            self._second = self._second or SecondCopy(items, nearby, self.name)
         if self._second is not None and self._second.epoch == self.epoch:
-            whole = [slot for slot in chosen if not slot.parameter.is_sharded]
+            whole = [slot for slot in chosen if not slot.parameter.is_spread]
             fill_own_rows([slot for slot in whole if not slot.parameter.host])
             with self._going_up([slot for slot in whole if slot.parameter.host]):
                 self._pending.append(self._second.gather())
@@ -216,7 +217,7 @@ class Unit:
                 release_rows(chosen)
             with self._going_up([slot for slot in chosen if slot.parameter.host]):
                 if items:
-                    self._pending.append(self._world.wired.gather(items, self.name))
+                    self._pending.append(self.axes.wired.gather(items, self.name))
                     self._arriving = self.epoch
         self._become(Residency.GATHERING)
 
@@ -243,11 +244,11 @@ class Unit:
         """The tensors over this unit's memory, made once: its storage keeps its identity as memory comes and goes."""
         slots = {}
         for p, offset in zip(self._buffered, self._offsets, strict=True):
-            flat = torch_compat.tensor_on(self._storage, offset, (p.layout.padded_numel,), p.compute_dtype)
-            values = torch_compat.tensor_on(self._storage, offset, (p.layout.numel,), p.compute_dtype)
-            whole = p.layout.in_shape(values, p.layout.shape)
-            rows = Rows(flat, p.layout, not is_quantised(p.param))
-            slots[p] = Slot(p, rows, p.layout.rows_of(flat, p.rank), whole)
+            layout = p.computed.layout
+            flat = torch_compat.tensor_on(self._storage, offset, (layout.padded_numel,), p.compute_dtype)
+            values = torch_compat.tensor_on(self._storage, offset, (layout.numel,), p.compute_dtype)
+            rows, own = Rows(flat, layout, not is_quantised(p.param)), layout.rows_of(flat, p.computed.rank)
+            slots[p] = Slot(p, rows, own, layout.in_shape(values, layout.shape))
         return slots
 
     def settle(self) -> None:
@@ -261,7 +262,7 @@ class Unit:
 
     def __del__(self) -> None:
         """Wait for what was to be gathered, so that its memory is free: peers have begun it, too, or do so soon."""
-        if self._pending and not sys.is_finalizing() and not self._world.shards.in_flight.is_broken:
+        if self._pending and not sys.is_finalizing() and not self.axes.shards.in_flight.is_broken:
             with contextlib.suppress(ZeroError):
                 self.settle()
 
@@ -325,13 +326,13 @@ class Unit:
     @torch.inference_mode(False)
     def read_whole(self, p: ZeroParameter) -> Tensor:
         """One whole parameter in the compute dtype: in this unit's memory where that stays, else in memory of its own."""
-        if p not in self._buffered:
+        is_part = p.computed.is_part
+        if p not in self._buffered and not is_part:
             return p.local.detach()
-        if self.tenure in (Tenure.OWNED, Tenure.SHARED):
+        if self.tenure in (Tenure.OWNED, Tenure.SHARED) and not is_part:
             lease = self.acquire()
-            whole = self._slots[p].whole.data
             lease.give_back()
-            return whole
+            return self._slots[p].whole.data
         self._world.meet(f"a read of parameter {p.name!r} outside its module's call (all ranks must read it)")
         over = self._world.shards if is_quantised(p.param) else self._world.wired
         own = as_dtype(p.local.to(self._world.device), p.compute_dtype)
@@ -344,7 +345,7 @@ class Unit:
 
     def whole_at_hand(self, p: ZeroParameter) -> Tensor | None:
         """The whole tensor of a parameter, with its bits at rest, where it stays whole between uses."""
-        slot, is_exact = self._slots.get(p), self.has_exact_wholes and p.seen is None and p.host is None
+        slot, is_exact = self._slots.get(p), self.has_exact_wholes and p.rests_as_seen
         is_there = self.keeps_whole and self.residency is not Residency.RELEASED
         if slot is None or not is_there or not is_exact or p.compute_dtype != p.param.dtype:
             return None

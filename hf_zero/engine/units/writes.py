@@ -29,6 +29,7 @@ def check_written(written: Sequence[Written]) -> None:
     """Raise if something was written that cannot be kept, as all ranks see."""
     for unit, p, whole in written:
         is_in_graph = not isinstance(whole.grad_fn, BackwardCFunction | None)  # torch lets no leaf be written to there
+        p.computed.refuse_part(f"parameter {p.name!r} was changed in a forward")
         if p.is_sharded and (is_in_graph or not unit.has_exact_wholes or not is_safe_to_keep(whole)):
             raise UsageError(
                 f"parameter {p.name!r} was changed in place inside its module's forward in a way that cannot be kept: write "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,97 +11,27 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 import hf_zero as zero
 from hf_zero.errors import ConfigError, UsageError
+from tests.integrations.trainer.axis_runs import assert_equal, rows, train
 from tests.integrations.trl_inputs import config, text, tokenizer
 from tests.ranks import on_ranks, run_alone, run_ranks
-from tests.sequence_axis import LENGTH, VOCAB, make
-
-_STEPS = 4
+from tests.sequence_axis import make
 
 
-def _data(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of which a prompt is no target, of another length each."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(1, VOCAB, (num_rows, LENGTH + 1), generator=generator)
-    found = []
-    for number, row in enumerate(rows):
-        labels = row.clone()
-        labels[: 1 + number % 8] = -100
-        found.append({"input_ids": row, "labels": labels})
-    return found
-
-
-class _Losses(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if "loss" in logs:
-            self.seen.append((logs["loss"], logs["grad_norm"]))
-
-
-def _correct(predicted: Any) -> dict[str, float]:
-    """Of the tokens that follow, over whole sequences."""
-    guesses, labels = predicted.predictions.argmax(-1)[:, :-1], predicted.label_ids[:, 1:]
-    return {"correct": float((guesses == labels)[labels != -100].mean())}
-
-
-def _train(out: str, batch: int, zero_config: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
-    resume = options.pop("resume", None)
-    values = {
-        "output_dir": out,
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": 2,
-        "per_device_eval_batch_size": 2 * batch,
-        "max_steps": _STEPS,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.5,
-        "save_strategy": "steps" if options.pop("saves", False) else "no",
-        "save_steps": 2,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 3,
-    }
-    if zero_config is None:
-        args = TrainingArguments(**values)
-    else:
-        args = zero.ZeroTrainingArguments(zero={"collectives": "pairwise", **zero_config}, **values, **options)
-    losses = _Losses()
-    # Whole batches, since accelerate fills up others; of as many rows over all ranks, whose targets the Trainer counts.
-    data, rest = _data(19, 0), _data(8, 1)
-    trainer = Trainer(
-        make("llama"), args, train_dataset=data, eval_dataset=rest, compute_metrics=_correct, callbacks=[losses]
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    evaluated = trainer.evaluate()
-    zero.undo()
-    return {
-        "losses": losses.seen,
-        "eval": (evaluated["eval_loss"], evaluated["eval_correct"]),
-        "step": trainer.state.global_step,
-        "epoch": trainer.state.epoch,
-    }
-
-
-def _equal(found: dict[str, Any], reference: dict[str, Any], first: int = 0) -> None:
-    assert (found["step"], found["epoch"]) == (_STEPS, reference["epoch"])
-    for ours, theirs in zip(found["losses"], reference["losses"][first:], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
-    assert found["eval"] == pytest.approx(reference["eval"], rel=1e-5)
+def _train(*args: Any, **options: Any) -> dict[str, Any]:
+    return train(functools.partial(make, "llama"), *args, **options)
 
 
 def test_trainer_trains_evaluates_and_resumes_as_one_process(tmp_path: Path) -> None:
     reference = run_alone(_train, str(tmp_path / "one"), 2, None)
     sliced = run_ranks(_train, 2, str(tmp_path / "a"), 2, {"stage": 3}, sp_size=2, saves=True)
     assert all(each["losses"] == sliced[0]["losses"] for each in sliced)
-    _equal(sliced[0], reference)
+    assert_equal(sliced[0], reference)
     middle = str(tmp_path / "a" / "checkpoint-2")
-    _equal(run_alone(_train, str(tmp_path / "b"), 2, {"stage": 2}, resume=middle), reference, first=2)
+    assert_equal(run_alone(_train, str(tmp_path / "b"), 2, {"stage": 2}, resume=middle), reference, first=2)
 
 
 @pytest.mark.slow
@@ -109,7 +40,7 @@ def test_trainer_goes_on_with_slices_and_other_batches_beside_them(tmp_path: Pat
     run_ranks(_train, 2, str(tmp_path / "a"), 1, {"stage": 1}, saves=True)
     axes = ParallelismConfig(sp_size=2)
     options = {"resume": str(tmp_path / "a" / "checkpoint-2"), "parallelism_config": axes}
-    _equal(run_ranks(_train, 4, str(tmp_path / "b"), 1, {"stage": 3}, **options)[0], reference, first=2)
+    assert_equal(run_ranks(_train, 4, str(tmp_path / "b"), 1, {"stage": 3}, **options)[0], reference, first=2)
 
 
 def _tune(out: str, packing: bool, zero_config: dict[str, Any] | None) -> list[dict[str, float]]:
@@ -195,10 +126,10 @@ def test_accelerator_deals_out_each_batch_to_the_ranks_that_share_it() -> None:
     accelerator = zero.ZeroAccelerator(zero_plugin=plugin, parallelism_config=axes)
     model, plain = make("llama"), make("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(_data(8, 0), batch_size=2)  # type: ignore[arg-type]
+    loader = DataLoader(rows(8, 0), batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    batches = list(DataLoader(_data(8, 0), batch_size=2))  # type: ignore[arg-type]
+    batches = list(DataLoader(rows(8, 0), batch_size=2))  # type: ignore[arg-type]
     rank, seen = accelerator.process_index // 2, 0
     for step, batch in enumerate(loader):
         assert torch.equal(batch["input_ids"], batches[2 * step + rank]["input_ids"])

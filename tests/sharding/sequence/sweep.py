@@ -24,7 +24,7 @@ from tests.engine.twins import whole
 from tests.ranks import RankError, close_pool, run_ranks
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout")
-_LENGTH, _LOSS, _GRADIENT = 9, 2e-6, 1e-4  # relative
+_LENGTH, LOSS, _GRADIENT = 9, 2e-6, 1e-4  # relative
 
 
 def check(model_type: str, class_name: str) -> str:
@@ -35,8 +35,8 @@ def check(model_type: str, class_name: str) -> str:
         model = getattr(transformers, class_name)(tiny_config(model_type)).train()
     except Exception as error:
         return f"cannot be built: {type(error).__name__}: {error}"
-    _without_dropout(model)
-    reference, batch = copy.deepcopy(model), _batch(model)
+    without_dropout(model)
+    reference, batch = copy.deepcopy(model), batch_of(model)
     try:
         expected = reference(**batch).loss
         expected.backward()
@@ -49,14 +49,14 @@ def check(model_type: str, class_name: str) -> str:
         loss.backward()
     except zero.ZeroError as error:
         return f"refused: {error}"
-    if abs(loss.item() - expected.item()) > _LOSS * abs(expected.item()):
+    if abs(loss.item() - expected.item()) > LOSS * abs(expected.item()):
         return f"WRONG: the loss is {loss.item()}, not {expected.item()}"
-    found = _first_difference(model, reference)
+    found = first_difference(model, reference)
     engine.close()
     return f"WRONG: {found}" if found else "right"
 
 
-def _without_dropout(model: nn.Module) -> None:
+def without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -65,10 +65,10 @@ def _without_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _batch(model: nn.Module) -> dict[str, Tensor]:
+def batch_of(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
     """One sequence padded, one with a prompt that is no target."""
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(FIRST_TEXT_TOKEN, vocabulary - 2), vocabulary, (2, _LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, 5:] = 0
@@ -77,7 +77,7 @@ def _batch(model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _first_difference(model: nn.Module, reference: nn.Module) -> str:
+def first_difference(model: nn.Module, reference: nn.Module) -> str:
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         if (ours.grad is None) != (theirs.grad is None):
             return f"only one of the gradients of {name} is None"
