@@ -1,4 +1,4 @@
-"""Sizes of axes by the names of the papers: `dp_degree`, `mp_degree`, `pp_degree`."""
+"""Sizes of axes: by the names of the papers (`dp_degree`, `mp_degree`, `pp_degree`), and where ranks share sequences."""
 
 from __future__ import annotations
 
@@ -38,10 +38,18 @@ def take_degrees(mapping: Mapping[Any, Any], source: str) -> Mapping[Any, Any]:
     meant = {"tp_size": sizes.get("mp_degree")}
     if "dp_degree" in sizes:
         others = [] if "mp_degree" in sizes else [rest.get("tp_size", 1)]
-        meant["expected_world_size"] = math.prod([*sizes.values(), *others, rest.get("sp_size", 1)])
+        meant["expected_world_size"] = math.prod(
+            [*sizes.values(), *others, rest.get("sp_size", 1), rest.get("cp_size", 1)]
+        )
     for key, value in meant.items():
         if value is not None and rest.get(key, value) != value:
             raise ConfigError(
                 f"{source}: key '{key}': {values.shown(rest[key])}, but {given} mean {value}; leave one of them out"
             )
     return {**rest, **{key: value for key, value in meant.items() if value is not None}}
+
+
+def sharing_sequences(sp_size: int, cp_size: int) -> str:
+    """The keys by which ranks share sequences, as errors name them."""
+    sizes = {"sp_size": sp_size, "cp_size": cp_size}
+    return " x ".join(key for key, size in sizes.items() if size > 1) or "sp_size"
