@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.exchange import Exchange
 from hf_zero.config.axes import sharing_sequences
 from hf_zero.engine.ranks.world import World
 from hf_zero.layout import RowLayout
@@ -149,9 +150,13 @@ class Swap:
             "all_to_all",
             unit,
         )
+        self.wait(exchange)
+        return [torch.cat(parts, join) for parts in came]
+
+    def wait(self, exchange: Exchange) -> None:
+        """Wait for an exchange that all ranks of the group wait for; see [Note: one order of waits]."""
         self._before_wait()
         exchange.wait()
-        return [torch.cat(parts, join) for parts in came]
 
     @property
     def factor(self) -> int:
@@ -186,8 +191,7 @@ class Swap:
             layout.elements_of(flat, over.rank).copy_(first.view(-1))
             rows.append(Rows(flat, layout))
         exchange = over.gather(rows, unit)
-        self._before_wait()
-        exchange.wait()
+        self.wait(exchange)
         return [each.flat.view(each.layout.shape).movedim(0, dim) for each in rows]
 
     # --- keys of all slices -----------------------------------------------------------------------------------------
@@ -222,8 +226,7 @@ class Swap:
             wider = torch.promote_types(first.dtype, torch.float32)
             sums.append(first.new_empty(layout.local_numel(self.context.rank), dtype=wider))
         exchange = self.context.reduce_scatter(rows, sums, unit)
-        self._before_wait()
-        exchange.wait()
+        self.wait(exchange)
         self.context.settle()
         shapes = [(-1, *each.movedim(2, 0).shape[1:]) for each in wholes]
         found = zip(wholes, sums, shapes, strict=True)

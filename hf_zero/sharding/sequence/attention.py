@@ -20,6 +20,7 @@ from hf_zero.engine.modules.sequence import Swap
 from hf_zero.errors import UsageError
 from hf_zero.sharding.sequence import masks, passes
 from hf_zero.sharding.sequence.context import groups_of_heads, output_of, over_all_keys
+from hf_zero.sharding.sequence.ring import over_a_ring
 
 _changes = Changes()
 _swaps: weakref.WeakKeyDictionary[nn.Module, Swap] = weakref.WeakKeyDictionary()
@@ -85,7 +86,8 @@ def _attend(
     _check(module, query, key, kwargs, swap)
     unit = f"attention {getattr(module, 'layer_idx', '')}".strip()
     if swap.context.num_ranks > 1:
-        function = over_all_keys(swap, function, name, unit)
+        over = over_a_ring if swap.world.config.cp_comm_strategy == "alltoall" else over_all_keys
+        function = over(swap, function, name, unit)
     if swap.heads.num_ranks > 1:
         function = functools.partial(_by_heads, swap, function, unit)
     found = function(module, query, key, value, attention_mask, *args, **kwargs)

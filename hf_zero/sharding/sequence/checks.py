@@ -48,9 +48,7 @@ def check(model: PreTrainedModel, world: World) -> None:
     """Raise a `PartitionError`, or a `ConfigError` for numbers of heads, for a model that cannot be sliced."""
     config: Any = model.config.get_text_config()
     name = type(model).__name__
-    if world.config.cp_comm_strategy == "alltoall" and world.context.num_ranks > 1:
-        raise ConfigError("cp_comm_strategy: 'alltoall' is not there yet: leave it out")
-    if reason := _reason(model, config) or (_reason_of_context(model) if world.context.num_ranks > 1 else ""):
+    if reason := _reason(model, config) or _reason_of_context(model, world):
         key = sharing_sequences(world.config.sp_size, world.config.cp_size)
         raise PartitionError(f"{key} is {world.sequence.num_ranks}, but {name} {reason}: leave {key} out")
     check_heads(config, name, world)
@@ -100,10 +98,13 @@ def _reason(model: PreTrainedModel, config: Any) -> str:
     return ""
 
 
-def _reason_of_context(model: PreTrainedModel) -> str:
+def _reason_of_context(model: PreTrainedModel, world: World) -> str:
     """Why queries of a slice cannot be given to a model's attention by themselves."""
+    if world.context.num_ranks == 1:
+        return ""
+    taken = TAKEN[:1] if world.config.cp_comm_strategy == "alltoall" else TAKEN
     name = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    return "" if name in TAKEN else f"computes attention by {name!r}, not by 'sdpa' (attn_implementation)"
+    return "" if name in taken else f"computes attention by {name!r}, not by 'sdpa' (attn_implementation)"
 
 
 def _is_causal(model: PreTrainedModel, config: Any) -> bool:

@@ -20,6 +20,7 @@ from hf_zero.engine.modules.sequence import Swap, places_of
 from hf_zero.errors import UsageError
 
 TAKEN = ("sdpa", "eager")
+IS_CAUSAL = "_zero_is_causal"  # attribute of a mask that is known to let no token see those after it
 
 
 def over_all_keys(swap: Swap, function: Callable[..., Any], name: str, unit: str) -> Callable[..., Any]:
@@ -101,6 +102,10 @@ class Queries:
         size: queries of the slice.
         mask: by row of the slice, or of the whole sequence; None: each token sees those before it.
 
+    Attributes:
+        is_causal: whether no query sees keys after it, nor would if it saw none. Rows of eager masks that see nothing see all
+            tokens alike.
+
     Raises:
         UsageError: the function, or the mask, is none that can be cut into rows.
     """
@@ -110,11 +115,12 @@ class Queries:
         self.name = type(module).__name__
         ranks, rank = swap.context.num_ranks, swap.context.rank
         self.num_tokens, half = size * ranks, size // 2
+        self.is_causal = name != "eager" and (mask is None or getattr(mask, IS_CAUSAL, False))
         self.chunks = [
             Chunk(slice(number * half, (number + 1) * half), (chunk + 1) * half)
             for number, chunk in enumerate((rank, 2 * ranks - 1 - rank))
         ]
-        if name == "eager":  # whose rows that see nothing see all tokens alike
+        if not self.is_causal:
             self.chunks = [Chunk(slice(0, size), self.num_tokens)]
         check_name(name, swap.key)
         if mask is None and name == "eager":

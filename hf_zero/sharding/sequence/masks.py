@@ -17,7 +17,7 @@ from hf_zero.changes import Changes
 from hf_zero.engine.modules.sequence import places_of
 from hf_zero.errors import UsageError
 from hf_zero.sharding.sequence import passes
-from hf_zero.sharding.sequence.context import check_name
+from hf_zero.sharding.sequence.context import IS_CAUSAL, check_name
 
 
 def change(changes: Changes) -> None:
@@ -77,6 +77,10 @@ def _of_rows(original: Callable[..., Any], name: str) -> Callable[..., Any]:
                 return None
             kwargs = _with_rows(one, kwargs)
         mask = original(**kwargs)
+        if isinstance(mask, Tensor) and not kwargs.get(
+            "use_vmap"
+        ):  # which says that the model adds a function of its own
+            setattr(mask, IS_CAUSAL, True)
         if name == "eager":  # rows that see nothing see all tokens alike, without those that were added at the end
             mask[..., one.tokens.length :] = -math.inf
         return mask
