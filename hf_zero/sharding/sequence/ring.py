@@ -36,7 +36,7 @@ def over_a_ring(swap: Swap, function: Callable[..., Any], name: str, unit: str) 
         scale = kwargs.get("scaling")
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
         output: Tensor = _OverARing.apply(queries, unit, scale, query, key, value)  # type: ignore[no-untyped-call]
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2).contiguous(), None
 
     return attend
 
