@@ -11,7 +11,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_zero as zero
-from hf_zero.engine.modules.sequence import Swap
+from hf_zero.engine.modules.sequence import Swap, places_of
 from hf_zero.errors import PartitionError, UsageError
 from hf_zero.sharding.sequence.context import over_all_keys
 from hf_zero.sharding.sequence.passes import joined_outputs
@@ -54,11 +54,26 @@ def test_numbers_of_ranks_that_do_not_divide_heads_train_as_one_process(name: st
     Pair(make(name), **config).steps(ragged)
 
 
-@on_ranks(2, is_reentrant=[True, False])
-def test_checkpointed_layers_and_adapters_train_as_in_one_process(is_reentrant: bool) -> None:
+def _prefixed(step: int, group: int) -> dict[str, Any]:
+    """The first tokens see each other, by a mask of the user's own."""
+    batch = plain(step, group, 12)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+    mask[:5, :5] = True
+    return {**batch, "attention_mask": mask.expand(BATCH, 1, -1, -1)}
+
+
+@on_ranks(2, strategy=_STRATEGIES)
+def test_masks_of_the_users_own_show_tokens_that_come_later(strategy: str) -> None:
+    config = {"stage": 2, "collectives": "pairwise", "cp_size": 2, "cp_comm_strategy": strategy}
+    Pair(make("llama"), **config).steps(_prefixed)
+
+
+@on_ranks(2, is_reentrant=[True, False], strategy=_STRATEGIES)
+def test_checkpointed_layers_and_adapters_train_as_in_one_process(is_reentrant: bool, strategy: str) -> None:
     torch.manual_seed(0)
     adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    pair = Pair(peft.get_peft_model(make("llama"), adapters), stage=3, collectives="pairwise", cp_size=2)
+    config = {"stage": 3, "collectives": "pairwise", "cp_size": 2, "cp_comm_strategy": strategy}
+    pair = Pair(peft.get_peft_model(make("llama"), adapters), **config)
     for model in (pair.model, pair.reference):
         model.enable_input_require_grads()  # type: ignore[operator]
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})  # type: ignore[operator]
@@ -94,11 +109,24 @@ def test_traffic_is_two_gathers_and_a_reduction_of_keys_and_values_a_layer() -> 
 
 
 @on_ranks(2)
-def test_activations_halve_on_two_ranks() -> None:
+def test_traffic_of_a_ring_is_each_slice_of_keys_once_and_its_gradients_too() -> None:
+    model, tokens = make("llama"), (LENGTH + 2) // 2
+    config = zero.ZeroConfig(stage=2, cp_size=2, cp_comm_strategy="alltoall", collectives="pairwise")
+    engine = zero.shard_model(model, config)
+    engine.world.ledger.reset()
+    loss_of(model, plain(0, 0)).backward()
+    found = engine.world.ledger.total("all_to_all (sequence axis)")
+    slices = BATCH * tokens * 2 * _SHARED * _WIDTH * _FLOAT
+    assert (found.calls, found.bytes) == ((1 + 1 + 2) * _LAYERS, (1 + 1 + 2) * _LAYERS * slices)
+
+
+@on_ranks(2, strategy=_STRATEGIES)
+def test_activations_halve_on_two_ranks(strategy: str) -> None:
     batch = plain(0, 0, 32)
     whole = saved_bytes(make("llama"), batch)
     model = make("llama")
-    engine = zero.shard_model(model, zero.ZeroConfig(stage=1, cp_size=2, collectives="pairwise"))
+    config = {"stage": 1, "cp_size": 2, "cp_comm_strategy": strategy, "collectives": "pairwise"}
+    engine = zero.shard_model(model, zero.ZeroConfig.from_dict(config))
     gathered = sum(unit.buffer_nbytes for unit in engine.units)
     assert 0.4 * whole <= saved_bytes(model, batch) <= 0.55 * whole + gathered
 
@@ -132,3 +160,23 @@ def test_what_cannot_be_given_to_queries_of_slices_is_named() -> None:
         model(**{**plain(0, 0, 12), "attention_mask": learned})
     with pytest.raises(UsageError, match="cp_size: output_attentions"):
         model(**plain(0, 0), output_attentions=True)
+
+
+@on_ranks(2)
+def test_what_cannot_go_around_a_ring_is_named() -> None:
+    config = zero.ZeroConfig(stage=2, cp_size=2, cp_comm_strategy="alltoall", collectives="pairwise")
+    with pytest.raises(PartitionError, match="computes attention by 'eager', not by 'sdpa'"):
+        zero.shard_model(make("llama", "eager"), config)
+    model, batch = make("llama"), plain(0, 0, 12)
+    zero.shard_model(model, config)
+    with pytest.raises(UsageError, match=r"alltoall, but LlamaAttention has a mask of torch\.float32"):
+        model(**{**batch, "attention_mask": torch.zeros(BATCH, 1, 12, 12)})
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(UsageError, match="alltoall, but LlamaAttention drops out weights of attention"):
+        model(**batch)
+
+
+def test_each_context_has_as_much_work() -> None:
+    places = places_of(24, 3, torch.device("cpu"))
+    assert sorted(places.tolist()) == list(range(24))
+    assert {int(each.sum()) for each in places.chunk(3)} == {sum(range(24)) // 3}
