@@ -35,6 +35,9 @@ def over_a_ring(swap: Swap, function: Callable[..., Any], name: str, unit: str) 
         _check(queries, function, name, args, kwargs)
         scale = kwargs.get("scaling")
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
         output: Tensor = _OverARing.apply(queries, unit, scale, query, key, value)  # type: ignore[no-untyped-call]
         return output.transpose(1, 2).contiguous(), None
 

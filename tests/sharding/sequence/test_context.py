@@ -15,6 +15,7 @@ from hf_zero.engine.modules.sequence import Swap, places_of
 from hf_zero.errors import PartitionError, UsageError
 from hf_zero.sharding.sequence.context import over_all_keys
 from hf_zero.sharding.sequence.passes import joined_outputs
+from tests.engine.twins import whole
 from tests.ranks import on_ranks
 from tests.sequence_axis import BATCH, BATCHES, CONFIGS, LENGTH, Pair, loss_of, make, packed, plain, ragged
 from tests.sharding.sequence.test_attention import saved_bytes
@@ -80,6 +81,29 @@ def test_checkpointed_layers_and_adapters_train_as_in_one_process(is_reentrant: 
     pair.steps(packed)
 
 
+@on_ranks(2, strategy=_STRATEGIES, by_autocast=[True, False])
+def test_half_precision_is_as_near_as_that_of_one_process(strategy: str, by_autocast: bool) -> None:
+    model, one, exact = make("qwen3"), make("qwen3"), make("qwen3")
+    dtype = {"stage": 0} if by_autocast else {"stage": 3, "compute_dtype": "bfloat16"}
+    config = {**dtype, "cp_size": 2, "cp_comm_strategy": strategy, "collectives": "pairwise"}
+    zero.shard_model(model, zero.ZeroConfig.from_dict(config))
+    losses = []
+    for each, is_half in ((model, by_autocast), (one, True), (exact, False)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half):
+            loss = loss_of(each, ragged(0, 0))
+        loss.backward()
+        losses.append(loss.item())
+    gradients = [
+        [whole(p.grad).float() for p in each.parameters() if p.grad is not None] for each in (model, one, exact)
+    ]
+    ours, theirs = (
+        max(float((left - right).norm() / right.norm()) for left, right in zip(each, gradients[2], strict=True))
+        for each in gradients[:2]
+    )
+    assert losses[0] == pytest.approx(losses[2], rel=2e-2)
+    assert ours < 1.5 * theirs + 1e-2, (ours, theirs)
+
+
 @on_ranks(2)
 def test_dropout_is_the_same_when_attention_is_computed_again() -> None:
     world = zero.shard_model(make("llama"), zero.ZeroConfig(stage=1, cp_size=2, collectives="pairwise")).world
@@ -123,12 +147,12 @@ def test_traffic_of_a_ring_is_each_slice_of_keys_once_and_its_gradients_too() ->
 @on_ranks(2, strategy=_STRATEGIES)
 def test_activations_halve_on_two_ranks(strategy: str) -> None:
     batch = plain(0, 0, 32)
-    whole = saved_bytes(make("llama"), batch)
+    in_one = saved_bytes(make("llama"), batch)
     model = make("llama")
     config = {"stage": 1, "cp_size": 2, "cp_comm_strategy": strategy, "collectives": "pairwise"}
     engine = zero.shard_model(model, zero.ZeroConfig.from_dict(config))
     gathered = sum(unit.buffer_nbytes for unit in engine.units)
-    assert 0.4 * whole <= saved_bytes(model, batch) <= 0.55 * whole + gathered
+    assert 0.4 * in_one <= saved_bytes(model, batch) <= 0.55 * in_one + gathered
 
 
 @on_ranks(2)
