@@ -154,4 +154,6 @@ class Pair:
 def near(ours: Tensor, theirs: Tensor, what: str) -> None:
     """Gradients are added up in another order."""
     ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
+    # Beside gradients in float64, those of one process are off by as much.
+    bound = max(1e-6, 3e-6 * float(theirs.abs().max()))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=bound, msg=lambda text: f"{what}: {text}")

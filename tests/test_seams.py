@@ -365,6 +365,11 @@ SEQUENCE = [
     Seam(masking, "create_causal_mask", "packed_sequence_compatibility_function(", "places of all tokens"),
     Seam(masking, "create_causal_mask", "maybe_pad_block_sequence_ids(", "blocks are refused"),
     Seam(modeling.AttentionInterface, "get_interface", "return super().get(attn_implementation, default)", "eager too"),
+    Seam(
+        masking, "create_causal_mask", "mask_interface(        batch_size=batch_size,        q_length=q_length,", "rows"
+    ),
+    Seam(masking, "create_causal_mask", "ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]", "rows of masks"),
+    Seam(masking, "sdpa_mask", "mask_function(*_non_vmap_expansion_sdpa(", "rows of masks"),
     Seam(PreTrainedModel, "_supports_attention_backend", "", "models whose attention can be replaced"),
     Seam(
         importlib.import_module("transformers.loss.loss_utils"), "ForCausalLMLoss", "shift_labels.view(-1)", "targets"

@@ -10,7 +10,8 @@ and 6 (`data`), sees the same batch as rank 1 and shares every layer with it (`t
 2 and 3 (`holders`), and agrees with all of them (`everyone`).
 
 Some of those that cut parameters, next to each other, may see the same batch, and compute a slice of its sequence each
-(`sequence`). For parameters and gradients they are as any other.
+(`sequence`). For parameters and gradients they are as any other. In attention, those of them that are next to each other
+divide heads (`heads`), and one of each such group meets the others for the keys of all slices (`context`).
 
 Some of those that cut parameters, next to each other, may compute some experts each of every layer (`experts`), and send each
 other tokens. Those at the same place of each such group compute the same experts (`same_experts`), and gather them from each
@@ -19,11 +20,11 @@ other. With 4 shards and `ep_size: 2`, ranks 0 and 1 compute all experts, 2 and 
 
 from __future__ import annotations
 
-import functools
 import logging
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +36,7 @@ from hf_zero.comm.groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default
 from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives, plain_choice
+from hf_zero.config.axes import sharing_sequences
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, UsageError
 
@@ -55,6 +57,8 @@ class Axes:
         data: among those that gradients are averaged over: they see different batches.
         tensor: among those that share every layer.
         sequence: among those that see slices of the same sequences; this rank alone where none do.
+        heads: of them, among those that divide heads in attention.
+        context: of them, among those that have the same heads.
         experts: among those that compute all experts, some each; this rank alone where each computes all.
         same_experts: among those of a replica that compute the same experts.
         holders: among those that hold the whole model once.
@@ -74,6 +78,8 @@ class Axes:
     everyone: Collectives
     nearby: Collectives
     sequence: Collectives
+    heads: Collectives
+    context: Collectives
     experts: Collectives
     same_experts: Collectives
     grid: DeviceMesh | None = None
@@ -126,24 +132,23 @@ class Axes:
                 data = everyone
                 holders = cut
         nearby = _nearby(cut, config, device, ledger, make)
-        first = cut.rank // config.sp_size * config.sp_size
-        sliced = cut.ranks[first : first + config.sp_size]
-        sequence = make(plain, sliced, ledger.along("sequence axis"))
-        experts, same_experts = _of_experts(cut, config.ep_size, functools.partial(make, plain), ledger)
+        by_sequence = _of_sequences(cut, config, ledger, partial(make, plain))
+        by_experts = _of_experts(cut, config.ep_size, partial(make, plain), ledger)
         own_row = next(row for row in replicas if any(everyone.ranks[everyone.rank] in cell for cell in row))
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
             grid = _grid(mesh, replicas, device, config.limit_s)
         hosts = [number for (number,) in everyone.agree([host_number()], "the number of hosts")]
         is_first = hosts.index(hosts[everyone.rank]) == everyone.rank
-        others = (holders, everyone, nearby, sequence, experts, same_experts)
+        others = (holders, everyone, nearby, *by_sequence, *by_experts)
         return cls(cut, same_rows, data, tensor, *others, grid, cells, len(set(hosts)), is_first)
 
     @staticmethod
     def of_one(device: torch.device, ledger: Ledger) -> Axes:
         """Those of a process that meets nobody."""
         alone = AloneCollectives(0, device, ledger)
-        return Axes(alone, alone, alone, alone, alone, alone, alone, alone, alone, alone, cells=((0,),))
+        others = (alone,) * 8
+        return Axes(alone, alone, alone, alone, *others, cells=((0,),))
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
@@ -238,6 +243,24 @@ def _nearby(cut: Collectives, config: ZeroConfig, device: torch.device, ledger: 
     return nearby
 
 
+def _of_sequences(
+    cut: Collectives, config: ZeroConfig, ledger: Ledger, make: _Meet
+) -> tuple[Collectives, Collectives, Collectives]:
+    """Among the ranks that share sequences; those of them that divide heads; those that have the same heads."""
+    inner, size = config.sp_size, config.sp_size * config.cp_size
+    first, place = cut.rank // size * size, cut.rank % inner
+    ranks = cut.ranks[first : first + size]
+    sequence = make(ranks, ledger.along("sequence axis"))
+    alone = AloneCollectives(cut.ranks[cut.rank], cut.device, ledger)
+    if inner == 1:
+        return sequence, alone, sequence
+    if inner == size:
+        return sequence, sequence, alone
+    start = (cut.rank - first) // inner * inner
+    heads = make(ranks[start : start + inner], ledger.along("heads of the sequence axis"))
+    return sequence, heads, make(ranks[place::inner], ledger.along("context of the sequence axis"))
+
+
 def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
     """The ranks by replica and shard, checked against the configuration."""
     if not config.policy.shards_optimizer:
@@ -271,12 +294,13 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
             f"stage {config.stage} cuts parameters over the last axis of the mesh, which has one rank only: give it "
             f"more{instead}"
         )
-    if len(cells[0]) % config.sp_size:
+    size = config.sp_size * config.cp_size
+    if len(cells[0]) % size:
         along = "" if tensor_size == 1 else f", {tensor_size} of them to each layer (tp_size)"
         along += "" if len(cells) == 1 else f", in {len(cells)} replicas"
         raise ConfigError(
-            f"sp_size is {config.sp_size}, but {running}{along}: it must divide the {len(cells[0])} that parameters are cut "
-            "over"
+            f"{sharing_sequences(config.sp_size, config.cp_size)} is {size}, but {running}{along}: it must divide the "
+            f"{len(cells[0])} that parameters are cut over"
         )
     if len(cells[0]) % config.ep_size:
         along = "" if len(cells) == 1 else f", in {len(cells)} replicas"

@@ -140,7 +140,7 @@ def cells_of(mesh: DeviceMesh | None, tensor_size: int) -> list[list[Cell]]:
     if strange := {"sp", "cp", "ep"} & set(mesh.mesh_dim_names or ()):
         raise UsageError(
             f"the mesh has an axis {strange.pop()!r}: give it one axis for all ranks that parameters are cut over; which of "
-            "them share sequences or experts, sp_size and ep_size say"
+            "them share sequences or experts, sp_size, cp_size and ep_size say"
         )
     has_tensor_axis = (mesh.mesh_dim_names or ("",))[-1] == TENSOR_AXIS
     if mesh.ndim - has_tensor_axis not in (1, 2):

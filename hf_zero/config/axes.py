@@ -41,13 +41,21 @@ def take_degrees(mapping: Mapping[Any, Any], source: str) -> Mapping[Any, Any]:
     meant = {"tp_size": sizes.get("mp_degree")}
     if "dp_degree" in sizes:
         others = [] if "mp_degree" in sizes else [rest.get("tp_size", 1)]
-        meant["expected_world_size"] = math.prod([*sizes.values(), *others, rest.get("sp_size", 1)])
+        meant["expected_world_size"] = math.prod(
+            [*sizes.values(), *others, rest.get("sp_size", 1), rest.get("cp_size", 1)]
+        )
     for key, value in meant.items():
         if value is not None and rest.get(key, value) != value:
             raise ConfigError(
                 f"{source}: key '{key}': {values.shown(rest[key])}, but {given} mean {value}; leave one of them out"
             )
     return {**rest, **{key: value for key, value in meant.items() if value is not None}}
+
+
+def sharing_sequences(sp_size: int, cp_size: int) -> str:
+    """The keys by which ranks share sequences, as errors name them."""
+    sizes = {"sp_size": sp_size, "cp_size": cp_size}
+    return " x ".join(key for key, size in sizes.items() if size > 1) or "sp_size"
 
 
 def check_sizes(config: ZeroConfig) -> None:
@@ -65,6 +73,7 @@ def check_sizes(config: ZeroConfig) -> None:
             values.fail(key, getattr(config, key), advice)
     others = {
         "tp_size": config.tp_size > 1,
+        "cp_size": config.cp_size > 1,
         "offload": config.offload.is_anything,
         "wire": not config.wire.is_default,
         "tile_mlp": config.tile_mlp > 0,

@@ -6,14 +6,13 @@ It imports neither torch nor yaml at the top, so that `--help` stays quick: dtyp
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from hf_zero.config import files, values
+from hf_zero.config import files, keys, values
 from hf_zero.config.activations import Activations
 from hf_zero.config.axes import DEGREES, check_sizes, take_degrees
 from hf_zero.config.deepspeed import rules as deepspeed_rules
@@ -88,6 +87,10 @@ class ZeroConfig:
         sp_size: ranks next to each other that see the same batch, and compute a slice of its sequences each (causal models).
         ep_size: ranks next to each other that compute some experts each of every layer, and send each other the tokens of their
             own batches (mixture-of-experts models of transformers).
+        cp_size: likewise, where attention is not divided by heads: each rank's queries attend to the keys of all slices. With
+            `sp_size` beside it, so many groups of `sp_size` ranks share each sequence.
+        cp_comm_strategy: how these keys come from the other ranks: "allgather" gathers them all; "alltoall" passes slices
+            around, so that a rank has two of them at a time (a ring).
         optimizer_on: what optimizers step on: "rows", which is right for elementwise ones alone; "whole" parameters, each on
             one rank; "auto": rows for those known (or marked by `mark_elementwise`) to be elementwise, else whole ones.
         expected_world_size: ranks that the run must have; None: any number.
@@ -128,6 +131,8 @@ class ZeroConfig:
     tp_size: int = 1
     sp_size: int = 1
     ep_size: int = 1
+    cp_size: int = 1
+    cp_comm_strategy: Literal["allgather", "alltoall"] = "allgather"
     optimizer_on: Literal["auto", "rows", "whole"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
@@ -255,7 +260,7 @@ class ZeroConfig:
         """A copy with some fields changed, validated again."""
         for key in changes:
             if key not in _CHECKS:
-                raise ConfigError(_unknown_key(key))
+                raise ConfigError(keys.unknown(key, _CHECKS))
         return dataclasses.replace(self, **changes)
 
 
@@ -339,6 +344,8 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "tp_size": partial(values.count, minimum=1),
     "sp_size": partial(values.count, minimum=1),
     "ep_size": partial(values.count, minimum=1),
+    "cp_size": partial(values.count, minimum=1),
+    "cp_comm_strategy": partial(values.word, words=("allgather", "alltoall")),
     "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
@@ -350,19 +357,6 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "tile_mlp": partial(values.count, minimum=0, unit="tokens"),
     "trace": values.file,
 }
-
-
-def _unknown_key(key: object) -> str:
-    if not isinstance(key, str):
-        return f"key {values.shown(key)} is not a word; the keys are {', '.join(_CHECKS)}"
-    if key in deepspeed_rules.OUR_NAMES:
-        return f"unknown key '{key}': that is DeepSpeed's name; here it is {deepspeed_rules.OUR_NAMES[key]}"
-    if key in deepspeed_rules.TOP_KEYS:
-        return f"unknown key '{key}': it belongs to the DeepSpeed format; use either that format or ours, not both"
-    near = difflib.get_close_matches(key, _CHECKS, n=1)
-    near = near or difflib.get_close_matches(key, deepspeed_rules.TOP_KEYS, n=1, cutoff=0.8)
-    advice = f"did you mean '{near[0]}'?" if near else f"the keys are {', '.join(_CHECKS)}"
-    return f"unknown key {values.shown(key)}; {advice}"
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
@@ -388,7 +382,7 @@ def _make(mapping: Mapping[Any, Any], source: str) -> ZeroConfig:
     mapping = take_degrees(mapping, source)
     for key in mapping:
         if not isinstance(key, str) or key not in _CHECKS:
-            raise ConfigError(f"{source}: {_unknown_key(key)}")
+            raise ConfigError(f"{source}: {keys.unknown(key, _CHECKS)}")
     try:
         return ZeroConfig(**mapping)
     except ConfigError as error:

@@ -17,7 +17,7 @@ from hf_zero.checkpoint.export import world_of_model
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
-from hf_zero.sharding.sequence.attention import whole_sequences
+from hf_zero.sharding.sequence.passes import whole_sequences
 
 # A rank that has nobody to gather with must not find out only after `timeout_s`, which is made for slow exchanges. Ranks
 # are further apart here than in an exchange: one may have written a file, or scored what was generated before.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
+from hf_zero.config.axes import sharing_sequences
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 
@@ -44,9 +45,9 @@ class SameInputs:
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is Tensor]
         found = self._world.everyone.agree([checksum(tensors)], "the inputs of the model")
         size, ranks = self._size, self._world.everyone.ranks
-        what = (
-            "every layer of the model (tp_size)" if self._world.sequence.num_ranks == 1 else "each sequence (sp_size)"
-        )
+        config = self._world.config
+        key = sharing_sequences(config.sp_size, config.cp_size)
+        what = f"each sequence ({key})" if self._world.sequence.num_ranks > 1 else "every layer of the model (tp_size)"
         for first in range(0, len(ranks), size):
             if len({value for (value,) in found[first : first + size]}) > 1:
                 raise UsageError(

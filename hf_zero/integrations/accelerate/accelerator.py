@@ -33,6 +33,7 @@ from hf_zero.integrations.accelerate.tensor_axis import (
     gather_each_batch_once,
     num_processes,
     parallelism_of,
+    ranks_of_a_batch,
     sharding_batches,
     with_axes,
 )
@@ -84,8 +85,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         **kwargs: as for `Accelerator`. With `mixed_precision` "bf16" or "fp16", a `compute_dtype` of "auto" becomes that (in
             stage 0 autocast is used, as under DDP); a `compute_dtype` of float16 means `mixed_precision="fp16"`, where the
             loss is scaled, on CPUs too. With a `ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`, parameters are cut
-            over S ranks, R times; with `tp_size=T`, T ranks share every layer; with `sp_size=N`,
-            N ranks share every sequence.
+            over S ranks, R times; with `tp_size=T`, T ranks share every layer; with `sp_size=N` or
+            `cp_size=N`, N ranks share every sequence.
 
     Raises:
         ConfigError: the configuration has a mistake, or is combined with FSDP, DeepSpeed or Megatron-LM.
@@ -101,10 +102,12 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             kwargs["mixed_precision"] = "fp16"  # with which accelerate scales the loss
         given = asked_for(kwargs.get("parallelism_config"))
         config = with_axes(plugin.config, given)
-        size = config.tp_size * config.sp_size
+        size = ranks_of_a_batch(config)
         if size > 1:
             kwargs["dataloader_config"] = sharding_batches(kwargs.get("dataloader_config"))
-            of_batches = given if given is not None and config.sp_size == 1 else parallelism_of(config, num_processes())
+            of_batches = (
+                given if given is not None and size == config.tp_size else parallelism_of(config, num_processes())
+            )
             kwargs["parallelism_config"] = of_batches
         elif kwargs.get("cpu"):
             kwargs.pop("parallelism_config", None)  # accelerate refuses it on CPUs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from hf_zero.changes import Changes
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
 
+_SEE_ONE_BATCH = ("tp_size", "sp_size", "cp_size")
+
 
 def asked_for(given: ParallelismConfig | None) -> ParallelismConfig | None:
     """The axes that a script asks for, or `accelerate launch` did."""
@@ -31,21 +34,18 @@ def asked_for(given: ParallelismConfig | None) -> ParallelismConfig | None:
 
 
 def with_axes(config: ZeroConfig, given: ParallelismConfig | None) -> ZeroConfig:
-    """The configuration with the tensor axis and the sequence axis of accelerate's, if that has them.
+    """The configuration with the tensor axis and the axes of sequences of accelerate's, if that has them.
+
+    A `cp_comm_strategy` of "allgather" is accelerate's default, and leaves what the configuration says.
 
     Raises:
-        ConfigError: it has an axis that zero does not know, or the two differ.
+        ConfigError: the two differ.
     """
     if given is None:
         return config
-    if given.cp_size > 1:
-        raise ConfigError(
-            f"ParallelismConfig(cp_size={given.cp_size}) cannot be combined with zero, which knows dp_replicate_size, "
-            "dp_shard_size, tp_size and sp_size"
-        )
-    if given.tp_size == given.sp_size == 1:
+    if ranks_of_a_batch(given) == 1:
         return config
-    for name in ("tp_size", "sp_size"):
+    for name in _SEE_ONE_BATCH:
         wanted, found = getattr(given, name), getattr(config, name)
         if wanted > 1 and found not in (1, wanted):
             raise ConfigError(f"{name} is {found} in zero, but {wanted} in the ParallelismConfig")
@@ -54,22 +54,29 @@ def with_axes(config: ZeroConfig, given: ParallelismConfig | None) -> ZeroConfig
             f"replicate is {config.replicate} in zero, but dp_replicate_size is {given.dp_replicate_size} in the "
             "ParallelismConfig"
         )
-    sizes = {"tp_size": max(config.tp_size, given.tp_size), "sp_size": max(config.sp_size, given.sp_size)}
+    sizes = {name: max(getattr(config, name), getattr(given, name)) for name in _SEE_ONE_BATCH}
+    if given.cp_size > 1 and given.cp_handler.cp_comm_strategy == "alltoall":
+        config = config.replace(cp_comm_strategy="alltoall")
     return config.replace(**sizes, replicate=given.dp_replicate_size)
+
+
+def ranks_of_a_batch(given: ZeroConfig | ParallelismConfig) -> int:
+    """How many ranks see the same batch."""
+    return math.prod(getattr(given, name) for name in _SEE_ONE_BATCH)
 
 
 def parallelism_of(config: ZeroConfig, num_ranks: int) -> ParallelismConfig:
     """accelerate's form of the axes of a configuration, for dealing out batches: ranks that see one batch are its "tp" axis.
 
-    Its own sequence axis is DeepSpeed's.
+    Its own axes of sequences are DeepSpeed's, and torch's.
 
     Raises:
         ConfigError: an axis does not fit the ranks.
     """
-    size = config.tp_size * config.sp_size
+    size = ranks_of_a_batch(config)
     if num_ranks % size:
         runs = "process runs" if num_ranks == 1 else "processes run"
-        names = [name for name in ("tp_size", "sp_size") if getattr(config, name) > 1]
+        names = [name for name in _SEE_ONE_BATCH if getattr(config, name) > 1]
         raise ConfigError(f"{' x '.join(names)} is {size}, but {num_ranks} {runs}: it must divide their number")
     return ParallelismConfig(tp_size=size, dp_shard_size=num_ranks // size)
 
@@ -88,7 +95,7 @@ def sharding_batches(given: DataLoaderConfiguration | None) -> DataLoaderConfigu
     found = given or DataLoaderConfiguration()
     if found.dispatch_batches:
         raise ConfigError(
-            "dispatch_batches=True would give all ranks the same batch with tp_size or sp_size: leave it out"
+            "dispatch_batches=True would give all ranks the same batch with tp_size, sp_size or cp_size: leave it out"
         )
     return dataclasses.replace(found, dispatch_batches=False)
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_zero.checkpoint.ranks.background import background_of, wait_for
+from hf_zero.config.axes import sharing_sequences
 from hf_zero.config.files import CONFIG_VARIABLE, summary_level
 from hf_zero.config.launched import tell_where_script_differs
 from hf_zero.config.zero_config import ZeroConfig, load_with_import
@@ -28,6 +29,7 @@ from hf_zero.integrations.accelerate.tensor_axis import (
     asked_for,
     num_processes,
     parallelism_of,
+    ranks_of_a_batch,
     sharding_batches,
     with_axes,
 )
@@ -67,6 +69,7 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
             `save_strategy` and `save_steps`, and measured from save to save.
         tp_size: ranks that share every layer, as in the configuration; `parallelism_config` may say so too.
         sp_size: ranks that compute a slice each of the same sequences, as in the configuration; likewise.
+        cp_size: likewise, for attention of a slice's queries to the keys of all; likewise.
 
     Attributes:
         zero_config: the `ZeroConfig` that was read; None without one.
@@ -97,6 +100,9 @@ class ZeroTrainingArguments(TrainingArguments):  # type: ignore[misc]
     )
     sp_size: int = field(
         default=1, metadata={"help": "Ranks that share every sequence (sequence parallelism), as sp_size of zero."}
+    )
+    cp_size: int = field(
+        default=1, metadata={"help": "Ranks that share every sequence (context parallelism), as cp_size of zero."}
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -197,17 +203,18 @@ def _check_combination(args: TrainingArguments) -> None:
 
 def _with_axes(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig:
     """The configuration with the axes that the arguments ask for, and arguments that deal out batches by them."""
-    for name in ("tp_size", "sp_size"):
+    for name in ("tp_size", "sp_size", "cp_size"):
         wanted = getattr(args, name, 1)
         if wanted > 1:
             if getattr(config, name) not in (1, wanted):
                 raise ConfigError(f"{name} is {getattr(config, name)} in zero, but {wanted} in the arguments")
             config = config.replace(**{name: wanted})
     config = with_axes(config, asked_for(args.parallelism_config))
-    if config.tp_size == config.sp_size == 1:
+    if ranks_of_a_batch(config) == 1:
         return config
+    key = sharing_sequences(config.sp_size, config.cp_size)
     if not args.average_tokens_across_devices:
-        name = "tp_size" if config.tp_size > 1 else "sp_size"
+        name = "tp_size" if config.tp_size > 1 else key
         raise ConfigError(
             f"average_tokens_across_devices=False makes the Trainer's losses {name} times too large: leave it out"
         )
@@ -215,19 +222,19 @@ def _with_axes(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig:
     args.accelerator_config.dispatch_batches = sharding_batches(
         DataLoaderConfiguration(dispatch_batches=given)
     ).dispatch_batches
-    if config.sp_size > 1:
-        _check_sequences(config, args)
+    if config.sp_size * config.cp_size > 1:
+        _check_sequences(config, args, key)
         args.parallelism_config = parallelism_of(config, num_processes())
     return config
 
 
-def _check_sequences(config: ZeroConfig, args: TrainingArguments) -> None:
+def _check_sequences(config: ZeroConfig, args: TrainingArguments, key: str) -> None:
     if config.tp_size > 1:
         raise ConfigError(
-            "the Trainer deals out batches by one axis: use tp_size or sp_size; a loop of your own may have both"
+            f"the Trainer deals out batches by one axis: use tp_size or {key}; a loop of your own may have both"
         )
     if args.label_smoothing_factor:
-        raise ConfigError("label_smoothing_factor needs the logits of whole sequences, which no rank has with sp_size")
+        raise ConfigError(f"label_smoothing_factor needs the logits of whole sequences, which no rank has with {key}")
 
 
 def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:

@@ -34,6 +34,7 @@ from hf_zero.changes import Changes
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.checkpoint.model_state import write_model
 from hf_zero.checkpoint.ranks.one_place import one_place
+from hf_zero.config.axes import sharing_sequences
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.integrations import vllm_weights
@@ -45,7 +46,7 @@ from hf_zero.integrations.trainer import healing
 from hf_zero.integrations.trainer.checkpoint import engine_under
 from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.active import is_partitioned
-from hf_zero.sharding.sequence.attention import joined_outputs
+from hf_zero.sharding.sequence.passes import joined_outputs
 
 PrepareModel = Callable[[nn.Module | None, Any, list[Any]], None]
 
@@ -117,14 +118,15 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
 def _check_sequences(kind: type, arguments: Any, compute_loss: Any) -> None:
     """Raise for a Trainer that computes its loss from whole logits, which no rank has of slices."""
     config = getattr(arguments, "zero_config", None)
-    if config is None or config.sp_size == 1:
+    if config is None or config.sp_size * config.cp_size == 1:
         return
     owner = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
     if compute_loss is not None or (owner is not Trainer and owner.__name__ not in _TAKES_SLICES):
         what = "compute_loss_func" if compute_loss is not None else f"compute_loss of {owner.__name__}"
+        key = sharing_sequences(config.sp_size, config.cp_size)
         raise UsageError(
-            f"sp_size is {config.sp_size}: {what} would see logits of a slice of each sequence; the plain Trainer and TRL's "
-            "SFTTrainer train with it: leave sp_size out, or let the model compute the loss"
+            f"{key} is {config.sp_size * config.cp_size}: {what} would see logits of a slice of each sequence; the plain "
+            f"Trainer and TRL's SFTTrainer train with it: leave {key} out, or let the model compute the loss"
         )
 
 

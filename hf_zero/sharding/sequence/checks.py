@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hf_zero.config.axes import sharing_sequences
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.sharding.sequence.context import TAKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +38,8 @@ def find_model(model: nn.Module) -> PreTrainedModel:
             inside.update(map(id, module.modules()))
     if len(found) != 1:
         raise PartitionError(
-            f"sp_size slices sequences of one model of transformers, and {type(model).__name__} has {len(found)}: leave it out"
+            f"sp_size and cp_size slice sequences of one model of transformers, and {type(model).__name__} has {len(found)}: "
+            "leave them out"
         )
     return found[0]
 
@@ -45,14 +48,15 @@ def check(model: PreTrainedModel, world: World) -> None:
     """Raise a `PartitionError`, or a `ConfigError` for numbers of heads, for a model that cannot be sliced."""
     config: Any = model.config.get_text_config()
     name = type(model).__name__
-    if reason := _reason(model, config):
-        raise PartitionError(f"sp_size is {world.sequence.num_ranks}, but {name} {reason}: leave sp_size out")
+    if reason := _reason(model, config) or _reason_of_context(model, world):
+        key = sharing_sequences(world.config.sp_size, world.config.cp_size)
+        raise PartitionError(f"{key} is {world.sequence.num_ranks}, but {name} {reason}: leave {key} out")
     check_heads(config, name, world)
 
 
 def check_heads(config: Any, name: str, world: World) -> None:
     """Raise a `ConfigError` if the ranks of a group cannot divide heads; those of a tensor axis divide them first."""
-    ranks, tensor = world.sequence.num_ranks, world.tensor.num_ranks
+    ranks, tensor = world.heads.num_ranks, world.tensor.num_ranks
     heads = getattr(config, "num_attention_heads", None)
     shared = getattr(config, "num_key_value_heads", None) or heads
     if not isinstance(heads, int) or not isinstance(shared, int):
@@ -92,6 +96,15 @@ def _reason(model: PreTrainedModel, config: Any) -> str:
     if getattr(config, "output_router_logits", False):
         return "has a loss of its router (output_router_logits), which is of whole sequences"
     return ""
+
+
+def _reason_of_context(model: PreTrainedModel, world: World) -> str:
+    """Why queries of a slice cannot be given to a model's attention by themselves."""
+    if world.context.num_ranks == 1:
+        return ""
+    taken = TAKEN[:1] if world.config.cp_comm_strategy == "alltoall" else TAKEN
+    name = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return "" if name in taken else f"computes attention by {name!r}, not by 'sdpa' (attn_implementation)"
 
 
 def _is_causal(model: PreTrainedModel, config: Any) -> bool:

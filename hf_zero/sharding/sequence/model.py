@@ -14,7 +14,7 @@ from hf_zero.engine.modules.hooks import Hook
 from hf_zero.engine.modules.sequence import Slice, Swap
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
-from hf_zero.sharding.sequence import attention
+from hf_zero.sharding.sequence import attention, passes
 from hf_zero.sharding.sequence.checks import check, find_model
 
 if TYPE_CHECKING:
@@ -83,27 +83,29 @@ class Slices:
         rest = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
         given: dict[str, Any] = {key: value for key, value in bound.items() if key not in (names[0], rest)}
         given |= bound.get(rest, {})
-        if attention.are_whole() or self._is_of_generation(given):
-            attention.begin(self, None)
+        if passes.are_whole() or self._is_of_generation(given):
+            passes.begin(self, None)
             return None
         attention.install(module, self.swap)  # adapters and other parts may have come since
-        _refuse_unknown(given)
+        _refuse_unknown(given, self.swap.key)
         one, sliced = self._sliced(given)
-        attention.begin(self, one)
+        passes.begin(self, one)
         return (), sliced
 
     def _is_of_generation(self, given: dict[str, Any]) -> bool:
         if given.get("past_key_values") is None and not given.get("use_cache"):
             return False
         if torch.is_grad_enabled() and given.get("past_key_values") is not None:
-            raise UsageError("sp_size: sequences cannot be sliced where past_key_values come before them: leave it out")
+            raise UsageError(
+                f"{self.swap.key}: sequences cannot be sliced where past_key_values come before them: leave it out"
+            )
         return not torch.is_grad_enabled()
 
-    def _sliced(self, given: dict[str, Any]) -> tuple[attention.Pass, dict[str, Any]]:
+    def _sliced(self, given: dict[str, Any]) -> tuple[passes.Pass, dict[str, Any]]:
         tokens = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
         if tokens is None:
-            raise UsageError("sp_size: the model is given neither input_ids nor inputs_embeds")
-        own = Slice(tokens.shape[1], self.world.sequence.rank, self.world.sequence.num_ranks)
+            raise UsageError(f"{self.swap.key}: the model is given neither input_ids nor inputs_embeds")
+        own = self.swap.slice_of(tokens.shape[1])
         found = {name: value for name, value in given.items() if name != _UNUSED}
         for name, padding in (("input_ids", self._padding()), ("inputs_embeds", 0)):
             if found.get(name) is not None:
@@ -114,7 +116,7 @@ class Slices:
         if isinstance(mask, Tensor):
             if mask.ndim != 2 and own.padded != own.length:
                 raise UsageError(
-                    f"sp_size is {own.num_ranks}, which does not divide the {own.length} tokens of a mask of "
+                    f"{self.swap.key} is {own.num_ranks}, which does not divide the {own.length} tokens of a mask of "
                     f"{mask.ndim} dimensions: pad it"
                 )
             found["attention_mask"] = own.pad(mask, 1) if mask.ndim == 2 else mask
@@ -124,13 +126,13 @@ class Slices:
         if "use_cache" in self._signature.parameters:
             found["use_cache"] = False  # of slices, it would be of no use
         self._slice_labels(own, found)
-        return attention.Pass(self.swap, own, places), found
+        return passes.Pass(self.swap, own, places), found
 
     def _positions(self, own: Slice, given: Any, device: torch.device) -> Tensor:
         if given is None:
             return torch.arange(own.padded, device=device).unsqueeze(0)
         if given.ndim != 2:
-            raise UsageError(f"sp_size: position_ids have the shape {tuple(given.shape)}, not [batch, tokens]")
+            raise UsageError(f"{self.swap.key}: position_ids have the shape {tuple(given.shape)}, not [batch, tokens]")
         missing = torch.arange(1, own.padded - own.length + 1, device=given.device, dtype=given.dtype)
         return torch.cat([given, given[:, -1:] + missing], 1)
 
@@ -162,15 +164,15 @@ class Slices:
         takes = inspect.signature(model.loss_function).parameters
         if not has_rest or "shift_labels" not in takes or "num_items_in_batch" not in takes:
             raise UsageError(
-                f"sp_size: the loss of {type(model).__name__} is not that of a causal language model (it takes no shift_labels "
-                "and num_items_in_batch): leave sp_size out"
+                f"{self.swap.key}: the loss of {type(model).__name__} is not that of a causal language model (it takes no "
+                f"shift_labels and num_items_in_batch): leave {self.swap.key} out"
             )
 
     # --- after ------------------------------------------------------------------------------------------------------
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Give its caller the loss of whole sequences, and values by token of all tokens."""
-        one = attention.end(self)
+        one = passes.end(self)
         if one is None or output is None:
             return None
         self._check_calls(one)
@@ -189,33 +191,33 @@ class Slices:
                 output[name] = joined
         return output
 
-    def _joined(self, value: Any, one: attention.Pass, by_token: tuple[int, int]) -> Any:
+    def _joined(self, value: Any, one: passes.Pass, by_token: tuple[int, int]) -> Any:
         """Values by token of all tokens; tensors of more dimensions stay slices, where nobody asks for them."""
         is_by_token = isinstance(value, Tensor) and tuple(value.shape[:2]) == by_token
-        if not is_by_token or (value.ndim > 2 and not attention.are_joined()):
+        if not is_by_token or (value.ndim > 2 and not passes.are_joined()):
             return value
         return self.swap.join(value, "outputs")[:, : one.tokens.length]
 
-    def _check_calls(self, one: attention.Pass) -> None:
+    def _check_calls(self, one: passes.Pass) -> None:
         model = self.model()
         assert model is not None
         expected = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
         if one.num_calls < expected:
             raise UsageError(
-                f"sp_size: {type(model).__name__} has {expected} layers, but asked transformers' attention interface for only "
-                f"{one.num_calls} of them, so others did not see whole sequences: leave sp_size out"
+                f"{self.swap.key}: {type(model).__name__} has {expected} layers, but asked transformers' attention interface "
+                f"for only {one.num_calls} of them, so others did not see whole sequences: leave {self.swap.key} out"
             )
 
 
-def _refuse_unknown(given: dict[str, Any]) -> None:
+def _refuse_unknown(given: dict[str, Any], key: str) -> None:
     for name, value in given.items():
         if isinstance(value, Tensor) and name not in _KNOWN:
             raise UsageError(
-                f"sp_size: the model is given {name!r}, of shape {tuple(value.shape)}, which nobody knows how to slice: "
+                f"{key}: the model is given {name!r}, of shape {tuple(value.shape)}, which nobody knows how to slice: "
                 f"known are {', '.join(_SLICED)} and attention_mask"
             )
     if given.get("output_attentions"):
-        raise UsageError("sp_size: output_attentions: no rank has the weights of all heads: leave it out")
+        raise UsageError(f"{key}: output_attentions: no rank has the weights of all heads: leave it out")
     keep = given.get("logits_to_keep")
     if keep is not None and not (isinstance(keep, int) and keep == 0):
-        raise UsageError("sp_size: logits_to_keep is of whole sequences, which no rank has: leave it out")
+        raise UsageError(f"{key}: logits_to_keep is of whole sequences, which no rank has: leave it out")

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import TorchContextParallelConfig
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer
 
 import hf_zero as zero
 from hf_zero.errors import ConfigError, UsageError
+from hf_zero.integrations.accelerate.tensor_axis import with_axes
 from tests.integrations.trainer.axis_runs import assert_equal, rows, train
 from tests.integrations.trl_inputs import config, text, tokenizer
 from tests.ranks import on_ranks, run_alone, run_ranks
@@ -32,18 +34,21 @@ def test_trainer_trains_evaluates_and_resumes_as_one_process(tmp_path: Path) -> 
     assert_equal(sliced[0], reference)
     middle = str(tmp_path / "a" / "checkpoint-2")
     assert_equal(run_alone(_train, str(tmp_path / "b"), 2, {"stage": 2}, resume=middle), reference, first=2)
+    by_context = run_ranks(_train, 2, str(tmp_path / "c"), 2, {"stage": 3}, resume=middle, cp_size=2)
+    assert_equal(by_context[0], reference, first=2)
 
 
 @pytest.mark.slow
 def test_trainer_goes_on_with_slices_and_other_batches_beside_them(tmp_path: Path) -> None:
     reference = run_alone(_train, str(tmp_path / "one"), 2, None)
     run_ranks(_train, 2, str(tmp_path / "a"), 1, {"stage": 1}, saves=True)
-    axes = ParallelismConfig(sp_size=2)
-    options = {"resume": str(tmp_path / "a" / "checkpoint-2"), "parallelism_config": axes}
-    assert_equal(run_ranks(_train, 4, str(tmp_path / "b"), 1, {"stage": 3}, **options)[0], reference, first=2)
+    ring = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+    for axes in (ParallelismConfig(sp_size=2), ParallelismConfig(cp_size=2, cp_handler=ring)):
+        options = {"resume": str(tmp_path / "a" / "checkpoint-2"), "parallelism_config": axes}
+        assert_equal(run_ranks(_train, 4, str(tmp_path / "b"), 1, {"stage": 3}, **options)[0], reference, first=2)
 
 
-def _tune(out: str, packing: bool, zero_config: dict[str, Any] | None) -> list[dict[str, float]]:
+def _tune(out: str, packing: bool, zero_config: dict[str, Any] | None, axis: str = "sp_size") -> list[dict[str, float]]:
     """Supervised fine-tuning: packed texts of which no document sees another, or answers to prompts."""
     from trl import SFTConfig, SFTTrainer
 
@@ -64,7 +69,7 @@ def _tune(out: str, packing: bool, zero_config: dict[str, Any] | None) -> list[d
         "eval_packing": False,
     }
     kind = SFTConfig if zero_config is None else zero.with_zero(SFTConfig)
-    args = kind(**options, **({} if zero_config is None else {"zero": zero_config, "sp_size": 2}))
+    args = kind(**options, **({} if zero_config is None else {"zero": zero_config, axis: 2}))
     texts = {"text": [text(number) for number in range(48)]}
     pairs = {"prompt": [text(number) for number in range(24)], "completion": [text(99 - n) for n in range(24)]}
     rows = Dataset.from_dict(texts if packing else pairs)
@@ -88,6 +93,14 @@ def _tune(out: str, packing: bool, zero_config: dict[str, Any] | None) -> list[d
     return [{name: each[name] for name in names if name in each} for each in logs]
 
 
+@pytest.mark.slow
+def test_supervised_fine_tuning_by_context_is_that_of_one_process(tmp_path: Path) -> None:
+    reference = run_alone(_tune, str(tmp_path / "one"), True, None)
+    for found in run_ranks(_tune, 2, str(tmp_path / "two"), True, {"stage": 3}, "cp_size"):
+        for ours, theirs in zip(found, reference, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "completions"])
 def test_supervised_fine_tuning_is_that_of_one_process(tmp_path: Path, packing: bool) -> None:
     reference = run_alone(_tune, str(tmp_path / "one"), packing, None)
@@ -105,6 +118,8 @@ def test_arguments_that_cannot_be_sliced_are_refused(tmp_path: Path) -> None:
 
     refuses("sp_size is 4 in zero, but 2 in the arguments", {"sp_size": 4}, sp_size=2)
     refuses("sp_size is 3, but 2 processes run", {"sp_size": 3})
+    refuses("cp_size is 2 in zero, but 4 in the Para", {"cp_size": 2}, parallelism_config=ParallelismConfig(cp_size=4))
+    refuses("label_smoothing_factor .* with cp_size", {"cp_size": 2}, label_smoothing_factor=0.1)
     refuses("label_smoothing_factor", {"sp_size": 2}, label_smoothing_factor=0.1)
     refuses("average_tokens_across_devices=False", {"sp_size": 2}, average_tokens_across_devices=False)
     refuses("tp_size or sp_size", {"sp_size": 2, "tp_size": 2})
@@ -119,9 +134,17 @@ def test_arguments_that_cannot_be_sliced_are_refused(tmp_path: Path) -> None:
     zero.undo()
 
 
-@on_ranks(4)
-def test_accelerator_deals_out_each_batch_to_the_ranks_that_share_it() -> None:
-    axes = ParallelismConfig(sp_size=2, dp_shard_size=2)
+def test_axes_of_accelerate_are_those_of_the_configuration() -> None:
+    config = zero.ZeroConfig(stage=3, cp_comm_strategy="alltoall")
+    assert with_axes(config, ParallelismConfig(cp_size=2)).cp_comm_strategy == "alltoall"
+    ring = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+    found = with_axes(zero.ZeroConfig(stage=3), ParallelismConfig(cp_size=2, dp_shard_size=2, cp_handler=ring))
+    assert (found.cp_size, found.sp_size, found.cp_comm_strategy) == (2, 1, "alltoall")
+
+
+@on_ranks(4, axis=["sp_size", "cp_size"])
+def test_accelerator_deals_out_each_batch_to_the_ranks_that_share_it(axis: str) -> None:
+    axes = ParallelismConfig(**{axis: 2}, dp_shard_size=2)
     plugin = zero.ZeroPlugin(stage=2, collectives="pairwise")
     accelerator = zero.ZeroAccelerator(zero_plugin=plugin, parallelism_config=axes)
     model, plain = make("llama"), make("llama")

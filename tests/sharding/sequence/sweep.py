@@ -1,14 +1,16 @@
 """Every causal language model of transformers, over slices on two ranks, beside one process: right, or refused by name.
 
-Run `python -m tests.sharding.sequence.sweep`, with the model types as arguments, or none for all of them.
+Run `python -m tests.sharding.sequence.sweep`, with the model types as arguments, or none for all of them; with `--axis cp_size`
+by context parallelism, with `--axis alltoall` over a ring.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
-import sys
 import warnings
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, which reads them once
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -27,7 +29,14 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", 
 _LENGTH, LOSS, _GRADIENT = 9, 2e-6, 1e-4  # relative
 
 
-def check(model_type: str, class_name: str) -> str:
+_AXES: dict[str, dict[str, Any]] = {
+    "sp_size": {"sp_size": 2},
+    "cp_size": {"cp_size": 2},
+    "alltoall": {"cp_size": 2, "cp_comm_strategy": "alltoall"},
+}
+
+
+def check(model_type: str, class_name: str, axis: str = "sp_size") -> str:
     """What becomes of a model of this type; called on two ranks."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -43,7 +52,7 @@ def check(model_type: str, class_name: str) -> str:
     except Exception as error:
         return f"does not run in one process: {type(error).__name__}: {error}"
     try:
-        config = zero.ZeroConfig(stage=1, sp_size=2, collectives="pairwise", timeout_s=15)
+        config = zero.ZeroConfig(stage=1, **_AXES[axis], collectives="pairwise", timeout_s=15)
         engine = zero.shard_model(model, config)
         loss = model(**batch).loss
         loss.backward()
@@ -93,11 +102,15 @@ def main() -> None:
     """Print a line for each type."""
     from tests.sharding.sequence import sweep  # by its name, which ranks import
 
-    for model_type in sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--axis", choices=list(_AXES), default="sp_size")
+    args = parser.parse_args()
+    for model_type in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
         name = names if isinstance(names, str) else names[0]
         try:
-            found = run_ranks(sweep.check, 2, model_type, name)[0]
+            found = run_ranks(sweep.check, 2, model_type, name, args.axis)[0]
         except RankError as error:
             found = f"ERROR: {error.failures[0].type_name}: {error.failures[0].message}"
         print(f"{model_type:28} {name:36} {found.splitlines()[0][:200]}", flush=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
-from hf_zero.sharding.sequence.attention import joined_outputs
+from hf_zero.sharding.sequence.passes import joined_outputs
 from tests.ranks import on_ranks
 from tests.sequence_axis import BATCH, LENGTH, Pair, loss_of, make, packed, plain, ragged
 
@@ -73,7 +73,7 @@ def test_traffic_is_that_of_two_exchanges_a_layer_each_way() -> None:
     assert (found.calls, found.bytes) == (2 * 2 * _LAYERS, 2 * _LAYERS * (inward + outward))
 
 
-def _saved_bytes(model: Any, batch: dict[str, Tensor]) -> int:
+def saved_bytes(model: Any, batch: dict[str, Tensor]) -> int:
     """Bytes that autograd keeps of one forward, parameters apart."""
     weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
     kept: dict[int, int] = {}
@@ -93,11 +93,11 @@ def _saved_bytes(model: Any, batch: dict[str, Tensor]) -> int:
 @on_ranks(2)
 def test_activations_halve_on_two_ranks() -> None:
     batch = plain(0, 0, 32)
-    whole = _saved_bytes(make("llama"), batch)
+    whole = saved_bytes(make("llama"), batch)
     model = make("llama")
     zero.shard_model(model, zero.ZeroConfig(stage=1, sp_size=2, collectives="pairwise"))
     gathered = sum(unit.buffer_nbytes for unit in zero.engine_of(model).units)  # type: ignore[union-attr]
-    assert 0.45 * whole <= _saved_bytes(model, batch) <= 0.6 * whole + gathered
+    assert 0.45 * whole <= saved_bytes(model, batch) <= 0.6 * whole + gathered
 
 
 @on_ranks(2)
