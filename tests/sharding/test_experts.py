@@ -84,6 +84,8 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_process(stage: int) 
     for step in range(2):
         with pair.model.no_sync():
             pair.accumulate(plain, 2 * step)
+        kept = pair.model.model.layers[0].mlp.experts.down_proj.grad
+        assert kept is not None and kept.placements[0].is_shard()  # reduced at once, also in stage 1
         pair.backward(plain, 2 * step + 1)
         norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (pair.model, pair.reference)]
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0.0)
