@@ -182,6 +182,14 @@ def test_weights_of_experts_are_differentiated_in_their_own_forward_only() -> No
         loss_of(model, _own(0)).backward()
 
 
+@on_ranks(2)
+def test_a_choice_that_is_no_expert_is_named() -> None:
+    model = _partitioned()
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda _, args, output: (*output[:2], output[2] + 8))
+    with pytest.raises(UsageError, match="has chosen an expert that is none of its 8"):
+        loss_of(model, _own(0))
+
+
 def _refuses(model: nn.Module, kind: type[Exception], match: str, **config: Any) -> None:
     with pytest.raises(kind, match=match):
         zero.shard_model(model, zero.ZeroConfig(**{"stage": 2, "ep_size": 2, "collectives": "pairwise", **config}))
