@@ -242,7 +242,7 @@ def _check_fits(given: Any, world: World) -> None:
                 + (
                     "recipes/pipeline.py shows pipeline stages under zero"
                     if name == "pp_size"
-                    else "give ep_size in the zero configuration, without tp_size"
+                    else "expert parallelism is ep_size in the zero configuration, without tp_size"
                 )
             )
     for name in ("tp_size", "fsdp_size", "dp_replicate_size"):

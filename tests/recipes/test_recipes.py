@@ -119,6 +119,14 @@ def test_trainer_recipes_leave_what_from_pretrained_loads(recipe: str, kind: Any
 
 
 @pytest.mark.slow
+def test_moe_leaves_what_from_pretrained_loads(tmp_path: Path) -> None:
+    argv = [*_FEW, '--zero={"stage": 3, "ep_size": 2}', _few_rows("moe", tmp_path)]
+    printed, out = _train("moe", tmp_path, argv)
+    assert "trained: 2 steps" in printed and "all experts of a layer on 2 ranks" in printed
+    _assert_changed(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out / "start"))
+
+
+@pytest.mark.slow
 def test_clm_leaves_what_from_pretrained_loads(tmp_path: Path) -> None:
     sizes = ["--hidden_size=32", "--intermediate_size=48", "--num_hidden_layers=2", "--num_attention_heads=2"]
     rows = _few_rows("clm", tmp_path).replace("--dataset_name", "--train_file")

@@ -84,6 +84,8 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_process(stage: int) 
     for step in range(2):
         with pair.model.no_sync():
             pair.accumulate(plain, 2 * step)
+        kept = pair.model.model.layers[0].mlp.experts.down_proj.grad
+        assert kept is not None and kept.placements[0].is_shard()  # reduced at once, also in stage 1
         pair.backward(plain, 2 * step + 1)
         norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (pair.model, pair.reference)]
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0.0)
@@ -178,6 +180,14 @@ def test_weights_of_experts_are_differentiated_in_their_own_forward_only() -> No
     weight.register_hook(lambda gradient: gradient)
     with pytest.raises(UsageError, match=r"the gradient of '.*experts.down_proj' has a hook"):
         loss_of(model, _own(0)).backward()
+
+
+@on_ranks(2)
+def test_a_choice_that_is_no_expert_is_named() -> None:
+    model = _partitioned()
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda _, args, output: (*output[:2], output[2] + 8))
+    with pytest.raises(UsageError, match="has chosen an expert that is none of its 8"):
+        loss_of(model, _own(0))
 
 
 def _refuses(model: nn.Module, kind: type[Exception], match: str, **config: Any) -> None:
