@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
     parser.add_argument(
         "--batch-size", type=int, default=1, metavar="B", help="sequences a rank and micro-batch (default: 1)"
     )
+    parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share each sequence, as cp_size (1)")
     parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing only")
     parser.add_argument("--accumulation", action="store_true", help="several micro-batches a step")
     parser.add_argument(
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("ranks", "batch_size", "seq_len", "replicate", "lora", "ranks_per_host"):
+    for name in ("ranks", "batch_size", "seq_len", "cp", "replicate", "lora", "ranks_per_host"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
@@ -158,6 +159,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tile-tokens is {args.tile_tokens}: give 0 or more")
     if args.ranks % args.replicate:
         raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
+    if args.ranks // args.replicate % args.cp:
+        raise ConfigError(f"--cp {args.cp} does not divide the {args.ranks // args.replicate} ranks of a replica")
     if args.ranks_per_host is not None and args.host_memory is None:
         raise ConfigError("--ranks-per-host says who shares --host-memory: give that, too")
     if args.host_memory is not None and args.disk is not None:
@@ -181,7 +184,7 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace) -> li
     if args.checkpointing:
         kept = {True: kept.get(True, NOTHING)}
     common = {"compute_dtype": args.dtype, "collectives": "native", "replicate": args.replicate}
-    common["tile_tokens"] = args.tile_tokens
+    common |= {"tile_tokens": args.tile_tokens, "cp_size": args.cp}
     rows = []
     for (offloads, checkpoints), found in _ways(kept, args):
         for stage in (0, 1, 2, 3):
@@ -357,6 +360,8 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
     }
     if args.replicate > 1:
         values["replicate"] = args.replicate
+    if args.cp > 1:
+        values["cp_size"] = args.cp
     if args.tile_tokens:
         values["tile_tokens"] = args.tile_tokens
     if row.setting.config.offload.is_anything:

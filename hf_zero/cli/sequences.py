@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ _Counted = Callable[[int], "dict[bool, Kept]"]
 
 
 def activations_of(model: nn.Module, args: argparse.Namespace, num_tokens: int, tile_tokens: int) -> dict[bool, Kept]:
-    """What a forward keeps, by whether blocks are computed again.
+    """What a forward keeps, by whether blocks are computed again; with --cp, of a slice, and of the keys of a layer.
 
     Raises:
         UsageError: the model reads no tokens.
@@ -32,10 +33,12 @@ def activations_of(model: nn.Module, args: argparse.Namespace, num_tokens: int, 
     import torch
 
     from hf_zero.plan.activations import activations_by_way
+    from hf_zero.plan.long_sequences import keys_nbytes
 
     if getattr(model, "main_input_name", None) != "input_ids":
         raise UsageError(f"{type(model).__name__} reads no tokens, so --seq-len says nothing about it: leave it out")
-    tokens = torch.zeros(args.batch_size, num_tokens, dtype=torch.long, device="meta")
+    own = math.ceil(num_tokens / args.cp)
+    tokens = torch.zeros(args.batch_size, own, dtype=torch.long, device="meta")
     batch = {"input_ids": tokens}
     if type(model).__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(model.forward).parameters:
         batch["labels"] = tokens
@@ -43,7 +46,11 @@ def activations_of(model: nn.Module, args: argparse.Namespace, num_tokens: int, 
     if hasattr(config, "use_cache"):
         config.use_cache = False  # type: ignore[union-attr]
     computing = model.to(getattr(torch, args.dtype))
-    return activations_by_way(computing, batch, tile_tokens)
+    found = activations_by_way(computing, batch, tile_tokens)
+    if args.cp == 1:
+        return found
+    keys = keys_nbytes(config, args.batch_size * num_tokens, getattr(torch, args.dtype).itemsize)
+    return {checkpoints: replace(kept, total=kept.total + keys) for checkpoints, kept in found.items()}
 
 
 def told(
@@ -68,7 +75,7 @@ def told(
     from hf_zero.plan.memory import predict
 
     words, tile = num_words(model), args.tile_tokens or USUAL_TILE
-    total = args.batch_size * args.seq_len
+    total = args.batch_size * math.ceil(args.seq_len / args.cp)
     if not words or not ways:
         return []
     lines = [

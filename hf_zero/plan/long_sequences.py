@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from hf_zero.plan.activations import Kept
 from hf_zero.plan.memory import Holding, Setting, predict
@@ -46,6 +47,22 @@ def longest(
     while best and not fits(predict(shape, setting, known.get(best) or kept_of(best))):
         best -= _STEP
     return best
+
+
+def keys_nbytes(config: Any, num_tokens: int, itemsize: int) -> int:
+    """Bytes of what a layer gathers with `cp_size`: keys and values, and their gradients; repeated, where heads share them.
+
+    Args:
+        config: of the model.
+        num_tokens: of all sequences of a batch, not of slices.
+        itemsize: bytes of an element.
+    """
+    config = config.get_text_config()
+    heads = int(config.num_attention_heads)
+    shared = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    of_each = 2 * num_tokens * width * itemsize  # a key and a value
+    return 2 * of_each * (shared + (heads if heads > shared else 0))
 
 
 def _bisect(fits_at: Callable[[int], bool]) -> int:

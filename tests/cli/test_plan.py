@@ -234,6 +234,21 @@ def test_checkpointed_blocks_keep_their_inputs(tmp_path: Path) -> None:
     assert few[1] - fewer[1] > 3 * 10 * hidden
 
 
+def test_sequences_that_ranks_share_are_longer(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, longest = tmp_path / "shared.yaml", []
+    for options in ([], ["--cp", "4", "--write", str(out)]):
+        code, text = _plan(
+            capsys, folder, "--ranks", "4", "--seq-len", "1024", "--dtype", "float32", "--memory", "64MiB", *options
+        )
+        found = re.search(r"Longest sequence of stage 3, checkpointing: ([\d,]+) tokens", text)
+        assert code == 0 and found is not None, text
+        longest.append(int(found.group(1).replace(",", "")))
+    assert 2 * longest[0] < longest[1] < 4 * longest[0]
+    assert ZeroConfig.from_file(out).cp_size == 4
+    code, text = _plan(capsys, folder, "--ranks", "4", "--cp", "3")
+    assert (code, "--cp 3 does not divide the 4 ranks" in text) == (1, True)
+
+
 def test_long_sequences_are_told_with_and_without_tiles(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
