@@ -124,7 +124,7 @@ def test_arguments_that_contradict_each_other_are_refused(tmp_path: Path) -> Non
 
     refuses("tp_size is 4 in zero, but 2 in the arguments", {"tp_size": 4}, tp_size=2)
     refuses("tp_size is 4 in zero, but 2 in the Para", {"tp_size": 4}, parallelism_config=ParallelismConfig(tp_size=2))
-    refuses("cp_size is 2, but 1 process runs", {}, parallelism_config=ParallelismConfig(cp_size=2))
+    refuses("cp_size is 5, but . processes run", {}, parallelism_config=ParallelismConfig(cp_size=5))
     refuses("pp_degree", {"stage": 1, "pp_degree": 2})
     refuses("average_tokens_across_devices=False", {"tp_size": 2}, average_tokens_across_devices=False)
     refuses("dispatch_batches", {"tp_size": 2}, accelerator_config={"dispatch_batches": True})
