@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -132,15 +133,20 @@ def saved(device: torch.device, config: Config, folder: str) -> Tensor:
 
 
 def gradients(device: torch.device, config: Config, folder: str) -> Tensor:
-    """Hooks, reads and edits of gradients; a term of the loss over the parameters at rest."""
+    """Hooks, reads and edits of gradients; a term of the loss over the parameters at rest, where ranks can meet for it."""
     model = _model(device, config)
+    has_term = dist.get_world_size() == 1
+    if not has_term and any(p.device != device for p in model.parameters()):
+        with pytest.raises(zero.UsageError, match="offloaded to host memory has its backward beside the model's"):
+            sum(p.square().sum() for p in model.parameters()).backward()
     optimizer, seen = adamw(model), []
     weight = model.lm_head.weight
     weight.register_hook(lambda grad: seen.append(grad.detach().clone()))
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(_whole(p.grad).clone()))
     for step in range(4):
         loss = model(**batch_of(step, dist.get_rank(), device)).loss
-        loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters() if step)
+        if step and has_term:
+            loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters())
         loss.backward()
         seen.append(loss.detach())
         seen.append(_flat(p.grad for p in model.parameters()))

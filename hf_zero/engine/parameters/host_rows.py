@@ -9,6 +9,7 @@ and in `landing`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import UsageError
 
 HOST_ROWS = "_zero_host_rows"
 
@@ -107,3 +110,24 @@ class HostParameter(nn.Parameter):
                 self.copy_(value)
         else:
             torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def refuse_beside_a_backward(what: str, rows: Iterable[Tensor], world: World) -> None:
+    """Raise in a backward where autograd runs what lies on the host in another thread than what is on a device.
+
+    Each rank would then meet the others for the one and the other in another order.
+
+    Args:
+        what: ranks would meet for.
+        rows: of the tensors that it needs.
+        world: the ranks.
+
+    Raises:
+        UsageError: any of them lies on the host.
+    """
+    has_others = world.num_ranks > 1 and world.device.type != "cpu"
+    if has_others and torch_compat.in_backward() and any(each.device.type == "cpu" for each in rows):
+        raise UsageError(
+            f"{what}: a term of a loss over parameters that are offloaded to host memory has its backward beside the model's. "
+            "Compute it of the weights inside the model's forward, or offload the optimizer alone"
+        )

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
 from hf_zero.comm.collectives import Rows
+from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
 from hf_zero.engine.parameters.operators import Kind, base_name, is_like, kind_of, writes_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
@@ -130,8 +131,7 @@ def _known(tensor: DTensor) -> Tensor:
     """A tensor at rest as it is; the whole of another library's, and this rank's own of what is not reduced yet."""
     if isinstance(tensor, AtRest):
         return tensor
-    is_own = any(each.is_partial() for each in tensor.placements)
-    return torch_compat.local_of(tensor) if is_own else tensor.full_tensor()
+    return torch_compat.local_of(tensor) if any(p.is_partial() for p in tensor.placements) else tensor.full_tensor()
 
 
 # --- on the whole -----------------------------------------------------------------------------------------------
@@ -174,6 +174,7 @@ def _asked(root: Root, are_together: dict[int, bool]) -> Tensor:
 def _meet(world: World, roots: Sequence[Root], what: str, only_reads: bool) -> bool:
     """Whether all ranks gather these, or this one alone."""
     label = f"{what} (all ranks must run it)"
+    refuse_beside_a_backward(what, [root.rows for root in roots], world)
     if only_reads:
         return world.all_come(label, [root.param for root in roots])
     world.meet(label)
