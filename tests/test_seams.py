@@ -91,6 +91,18 @@ ELASTIC = [
         "healing: asked after each failure",
     ),
     Seam(
+        importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent").LocalElasticAgent,
+        "_stop_workers",
+        "self._shutdown()",
+        "healing: processes that save have more time",
+    ),
+    Seam(
+        importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
+        "run",
+        "self._shutdown(e.sigval, timeout=self._shutdown_timeout)",
+        "healing: as much as where a scheduler ends them",
+    ),
+    Seam(
         importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
         "_invoke_run",
         "run_result = self._monitor_workers(self._worker_group) state = run_result.state",

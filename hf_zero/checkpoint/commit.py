@@ -122,7 +122,7 @@ class StagedCheckpoint:
         """
 
         def finish() -> None:
-            progress.note_saved(manifest.step)
+            progress.note_saved(manifest.step, self.final.parent)
             after()
 
         _open.pop(self.folder, None)

@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace, place: Callable[[Path], int | None]) -> int:
             if len(found) > _SHOWN and not args.all:
                 print(f"  and {len(found) - _SHOWN} more (--all lists them)")
             return 1
-        print(f"{first} and {second}: all tensors are equal, bit for bit")
+        print(f"{first} and {second}: all tensors are equal")
     return 1 if told is not None else 0
 
 

@@ -7,6 +7,7 @@ agent: whether another start makes sense, what it costs, and on how many hosts a
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from hf_zero.errors import UsageError
 from hf_zero.host import progress
 
 _TO_SAVE_S = "120"  # until processes that were told to end are killed; torchrun's 30 s are too few for a large model
+_TO_END_S = 30  # the same, where a peer of theirs has failed
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _OWN_STORES = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else a start finds addresses of processes that are gone in the agent's
@@ -107,7 +109,7 @@ def check(args: Namespace) -> None:
     Raises:
         UsageError: fewer processes are allowed where that cannot be, or nothing is there to start again.
     """
-    machines, processes = args.num_machines or 1, args.num_processes or 1
+    machines, processes = sizes(args)
     if args.min_processes is not None:
         if not is_wanted(args):
             raise UsageError(
@@ -124,6 +126,17 @@ def check(args: Namespace) -> None:
         raise UsageError("--max_restarts needs torchrun, which accelerate uses for two processes or more")
 
 
+def sizes(args: Namespace) -> tuple[int, int]:
+    """Hosts, and processes on all of them, by the command line or the file that accelerate reads."""
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    machines, processes = args.num_machines, args.num_processes
+    if None in (machines, processes) and (args.config_file is not None or os.path.isfile(default_config_file)):
+        config = load_config_from_file(args.config_file)
+        machines, processes = machines or config.num_machines, processes or config.num_processes
+    return machines or 1, processes or 1
+
+
 @contextmanager
 def healing(args: Namespace) -> Iterator[Healing]:
     """While active, torchrun's agent asks `Healing` after each failure, and goes on with fewer hosts where that is allowed."""
@@ -134,10 +147,14 @@ def healing(args: Namespace) -> Iterator[Healing]:
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder, Changes() as changes:
         healer = Healing(Path(folder))
         os.environ[progress.FILE_VARIABLE] = str(healer.file)
-        os.environ.setdefault(progress.RUN_VARIABLE, _name())
+        os.environ.setdefault(progress.RUN_VARIABLE, _name(args))
         os.environ.setdefault(_SHUTDOWN, _TO_SAVE_S)
         os.environ[_OWN_STORES] = "1"
         monitor, run = LocalElasticAgent._monitor_workers, torchrun.run
+
+        def stop(agent: Any, group: Any) -> None:
+            is_well = group.state is WorkerState.HEALTHY  # a host comes: they save, as when a scheduler ends them
+            agent._shutdown(timeout=agent._shutdown_timeout if is_well else _TO_END_S)
 
         @functools.wraps(monitor)
         def monitored(agent: Any, group: Any) -> Any:
@@ -151,13 +168,14 @@ def healing(args: Namespace) -> Iterator[Healing]:
             run(given)  # type: ignore[no-untyped-call]
 
         changes.replace(LocalElasticAgent, "_monitor_workers", monitored)
+        changes.replace(LocalElasticAgent, "_stop_workers", stop)
         changes.replace(torchrun, "run", as_processes_that_come_again)
         yield healer
 
 
 def _meet_anew(given: Namespace, args: Namespace) -> None:
     """Let the hosts meet again for each start, as torchrun's static rendezvous cannot."""
-    machines = args.num_machines or 1
+    machines, processes = sizes(args)
     if machines == 1:
         given.standalone = True
         return
@@ -165,10 +183,11 @@ def _meet_anew(given: Namespace, args: Namespace) -> None:
         given.rdzv_endpoint = f"{given.master_addr}:{given.master_port}"
     given.rdzv_backend, given.rdzv_id = "c10d", os.environ.get("SLURM_JOB_ID", "hf_zero")
     if args.min_processes is not None:
-        given.nnodes = f"{-(-args.min_processes // (args.num_processes // machines))}:{machines}"
+        given.nnodes = f"{-(-args.min_processes // (processes // machines))}:{machines}"
 
 
-def _name() -> str:
-    """Of a run: a scheduler that queues a job again keeps the job's number."""
+def _name(args: Namespace) -> str:
+    """Of a run: a scheduler that queues a job again keeps the job's number, and the job starts the same command."""
     job = os.environ.get("SLURM_JOB_ID")
-    return f"slurm-{job}" if job else f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    command = hashlib.sha256("\0".join([args.training_script, *args.training_script_args]).encode()).hexdigest()[:8]
+    return f"slurm-{job}-{command}" if job else f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"

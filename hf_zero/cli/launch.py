@@ -90,7 +90,8 @@ def launch(argv: Sequence[str]) -> int:
         return _start(args)
     with healing.healing(args) as healer:
         code = _start(args)
-        if code == 128 + signal.SIGTERM and healer.has_saved_all(args.num_processes // (args.num_machines or 1)):
+        machines, processes = healing.sizes(args)
+        if code == 128 + signal.SIGTERM and healer.has_saved_all(processes // machines):
             print(
                 "hf-zero: told to end, and all is saved: another start of this job goes on from there", file=sys.stderr
             )

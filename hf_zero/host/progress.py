@@ -9,11 +9,12 @@ import functools
 import mmap
 import os
 import struct
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 FILE_VARIABLE, RUN_VARIABLE = "HF_ZERO_PROGRESS", "HF_ZERO_RUN"
-_SLOT = struct.Struct("qq")
+_SLOT = struct.Struct("qqq")
 _NUM_SLOTS = 1024
 _NOTHING = -1
 
@@ -38,13 +39,13 @@ def name_of_run() -> str | None:
 
 def make_file(path: Path) -> None:
     """Make the file, for the processes of this host."""
-    path.write_bytes(_SLOT.pack(0, _NOTHING) * _NUM_SLOTS)
+    path.write_bytes(_SLOT.pack(0, _NOTHING, 0) * _NUM_SLOTS)
 
 
 def forget_steps(path: Path) -> None:
     """New processes begin: what the last have told of their steps is over, what they have saved is not."""
     with path.open("r+b") as file:
-        slots = [_SLOT.pack(0, saved) for _, saved in _SLOT.iter_unpack(file.read())]
+        slots = [_SLOT.pack(0, *saved) for _, *saved in _SLOT.iter_unpack(file.read())]
         file.seek(0)
         file.write(b"".join(slots))
 
@@ -53,7 +54,7 @@ def read(path: Path, local_rank: int) -> Progress:
     """What a process has told last."""
     with path.open("rb") as file:
         file.seek(local_rank * _SLOT.size)
-        step, saved = _SLOT.unpack(file.read(_SLOT.size))
+        step, saved, _ = _SLOT.unpack(file.read(_SLOT.size))
     return Progress(step, None if saved == _NOTHING else saved)
 
 
@@ -64,12 +65,12 @@ class _Slot:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         self._at = (int(os.environ.get("LOCAL_RANK", "0")) % _NUM_SLOTS) * _SLOT.size
-        self.saved = _SLOT.unpack_from(self._memory, self._at)[1]  # by a process that was here before
+        _, self.saved, self.place = _SLOT.unpack_from(self._memory, self._at)  # by a process that was here before
         self.step = 0
         self.write()
 
     def write(self) -> None:
-        _SLOT.pack_into(self._memory, self._at, self.step, self.saved)
+        _SLOT.pack_into(self._memory, self._at, self.step, self.saved, self.place)
 
 
 @functools.cache
@@ -78,10 +79,14 @@ def _slot() -> _Slot | None:
     return None if path is None else _Slot(path)
 
 
-def last_saved() -> int | None:
-    """The step of the newest checkpoint that this run has saved, as this host knows."""
+def last_saved(folder: Path) -> int | None:
+    """The step of the newest checkpoint that this run has saved, if it is in this folder, as this host knows."""
     slot = _slot()
-    return None if slot is None or slot.saved == _NOTHING else slot.saved
+    return None if slot is None or slot.saved == _NOTHING or slot.place != _place(folder) else slot.saved
+
+
+def _place(folder: Path) -> int:
+    return zlib.crc32(str(folder.absolute()).encode())
 
 
 def note_step() -> None:
@@ -93,16 +98,16 @@ def note_step() -> None:
 
 
 def note_resumed(step: int) -> None:
-    """A training goes on from a checkpoint."""
+    """A training goes on from a checkpoint of this step."""
     slot = _slot()
     if slot is not None:
-        slot.step = slot.saved = step
+        slot.step = step
         slot.write()
 
 
-def note_saved(step: int) -> None:
-    """A checkpoint is whole."""
+def note_saved(step: int, folder: Path) -> None:
+    """A checkpoint in this folder is whole."""
     slot = _slot()
     if slot is not None:
-        slot.saved = step
+        slot.saved, slot.place = step, _place(folder)
         slot.write()

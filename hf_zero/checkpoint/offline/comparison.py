@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
+from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest, read_manifest
 from hf_zero.checkpoint.files.stored import whole_name
 from hf_zero.checkpoint.files.tensor_file import read_layout
 from hf_zero.errors import CheckpointError
@@ -77,7 +77,7 @@ def differences(first: Path, second: Path) -> Iterator[Difference]:
         CheckpointError: one of them has no tensors.
     """
     here, there = tensors_of(first), tensors_of(second)
-    num_ranks = read_manifest(first).world_size if (first / MANIFEST).exists() else 1
+    num_ranks = _ranks_that_cut(read_manifest(first)) if (first / MANIFEST).exists() else 1
     for key in sorted(here.keys() | there.keys()):
         name = key.partition(": ")[2]
         if key not in here or key not in there:
@@ -88,6 +88,13 @@ def differences(first: Path, second: Path) -> Iterator[Difference]:
         found = _compare(name, here[key], one, other, num_ranks)
         if found is not None:
             yield found
+
+
+def _ranks_that_cut(manifest: Manifest) -> int:
+    """How many ranks each tensor was cut over; 1 where they were not all cut over all of them."""
+    config = manifest.config
+    is_plain = all(config.get(key, 1) == 1 for key in ("replicate", "tp_size")) and not config.get("keep_whole_numel")
+    return manifest.world_size if manifest.stage > 0 and is_plain else 1
 
 
 def _names(path: Path) -> list[str]:

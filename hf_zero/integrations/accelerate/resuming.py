@@ -17,7 +17,8 @@ def resume_or_start(accelerator: Any, folder: str | os.PathLike[str]) -> Path | 
     """Load the newest state that `accelerator.save_state` has saved in a folder, if there is one.
 
     Called by all ranks together, after `prepare`; on any number of ranks. Schedulers, data order and registered objects are
-    loaded, too, as by `accelerator.load_state`: register what counts your steps, or take the step from the folder's name.
+    loaded, too, as by `accelerator.load_state`: register what counts your steps, or take the step from the folder's name. On
+    another number of ranks, keeping the samples of a step is the loop's own business.
 
     Args:
         accelerator: has at least one partitioned model.
@@ -45,6 +46,8 @@ def resume_or_start(accelerator: Any, folder: str | os.PathLike[str]) -> Path | 
 
 
 def _saved_at(path: Path) -> int | None:
-    """When a state was saved, in ns; None for a folder that is not a state."""
+    """When a state was saved, in ns; None for a folder that is not a state, 0 for one that is about to be put back."""
+    if path.name.startswith(".") or not path.exists():
+        return None if path.name.startswith(".") else 0
     manifest = path / MANIFEST
     return manifest.stat().st_mtime_ns if manifest.is_file() else None

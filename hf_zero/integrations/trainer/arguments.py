@@ -325,12 +325,14 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         background = None if engine is None else background_of(engine.world)
         if background is not None:
             background.poll()
-        if self.signal_saves is not None:
-            self.signal_saves.poll()
         if self._metrics is not None:
             self._metrics.compare(state.global_step)
         if self._pace is not None:
             control.should_save = self._pace.is_due(state.global_step) or state.global_step >= state.max_steps
+        if self.signal_saves is not None:
+            self.signal_saves.poll(control)
+            if self.signal_saves.has_asked:
+                args.save_total_limit = None  # the Trainer would leave the best alone, at its end
 
     def saved(self, step: int, took_s: float) -> None:
         """A checkpoint is written, or under way; training stood still for `took_s` seconds."""

@@ -33,6 +33,7 @@ from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.host import progress
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def wants_weights_only(args: Any) -> bool:
     return bool(getattr(args, "zero_weights_only", False))
 
 
-def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str:
+def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool, goes_on: bool = True) -> str:
     """The folder to resume from: the given one or, for True, the newest one that verifies; the same on every rank.
 
     Raises:
@@ -218,8 +219,9 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool) -> str:
     else:
         path = world.share(Path(wanted), "the checkpoint to resume from")
         manifest = verify(path, world)
-    if not wants_weights_only(trainer.args):
+    if goes_on:
         _check_goes_on(trainer, path, manifest)
+        progress.note_resumed(manifest.step)
     vars(trainer)[_VERIFIED] = path
     return str(path)
 
@@ -251,24 +253,27 @@ class SignalSaves:
         world: the ranks.
 
     Attributes:
-        has_asked: whether the signal has come.
+        has_asked: whether all ranks know that it has come.
+        is_told: whether it has come to this one.
     """
 
     def __init__(self, manager: Any, world: World) -> None:
         self._manager, self._world, self._is_requested = manager, world, False
-        self.has_asked = False
+        self.has_asked = self.is_told = False
+        if progress.name_of_run() is not None:
+            manager.kill_wait = 0  # an agent waits for nobody for long
         manager._enable_checkpoint = self._request
 
     def _request(self) -> None:
-        self._is_requested = True
+        self._is_requested = self.is_told = True
 
-    def poll(self) -> None:
-        """Ask for a save if any rank has received the signal; called by all ranks after a step."""
+    def poll(self, control: Any) -> None:
+        """Save and stop if any rank has received the signal; called by all ranks after a step."""
         answers = [[int(self._is_requested)]]
         answers = self._world.everyone.agree(answers[0], "a signal to save")
         if any(answer for (answer,) in answers):
-            self._is_requested, self._manager.is_checkpoint_requested = False, True
-            self.has_asked = True
+            self._is_requested, self.has_asked = False, True
+            control.should_save = control.should_training_stop = True
 
 
 def signal_saves(trainer: Any) -> SignalSaves | None:

@@ -19,7 +19,7 @@ def share_of_time(args: Any) -> float | None:
     """The share of the time that saving may take, 0 to 1; None if steps alone decide.
 
     Raises:
-        ConfigError: it is no percentage.
+        ConfigError: it is no percentage, or the best of the evaluated steps is to be kept, which such steps are not.
     """
     text = getattr(args, "zero_save_every", None) or os.environ.get(VARIABLE)
     if text is None:
@@ -27,6 +27,11 @@ def share_of_time(args: Any) -> float | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if found is None or not 0 < float(found[1]) < 100:
         raise ConfigError(f"zero_save_every is {text!r}: give the share of the time that saving may take, such as 2%")
+    if args.load_best_model_at_end:
+        raise ConfigError(
+            f"zero_save_every is {text}, so steps that were evaluated need not be saved: leave out load_best_model_at_end, or "
+            "save by save_steps"
+        )
     return float(found[1]) / 100
 
 

@@ -188,12 +188,15 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         # Else its next model agrees; after a trial of a search, rank 0 alone has let go of the last.
         if self.model_init is None:
             trainer_checkpoint.agree_on_folder(self.args, self.model)
-        engine = engine_under(self.model)
-        if engine is not None and kwargs.get("trial") is None:
-            resume_from_checkpoint = healing.where_to_go_on(self, engine.world, resume_from_checkpoint)
+        engine, given = engine_under(self.model), resume_from_checkpoint
+        if engine is not None:
+            if kwargs.get("trial") is not None:
+                healing.refuse_search()
+            resume_from_checkpoint = healing.where_to_go_on(self, engine.world, given)
         if resume_from_checkpoint and engine is not None:
-            resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint)
-            if trainer_checkpoint.wants_weights_only(self.args):
+            is_new = trainer_checkpoint.wants_weights_only(self.args) and resume_from_checkpoint is given
+            resume_from_checkpoint = trainer_checkpoint.find_checkpoint(self, resume_from_checkpoint, not is_new)
+            if is_new:
                 if self.model_init is not None:
                     raise UsageError(
                         "zero_weights_only is set, but model_init makes the model anew when the training begins: load the "

@@ -114,7 +114,7 @@ def test_what_cannot_go_on_right_is_refused(tmp_path: Path) -> None:
         _train("run", str(tmp_path / "b"), 1, 1, twice=True)
     zero.undo()
     with (
-        mock.patch("hf_zero.host.progress.last_saved", lambda: 4 if dist.get_rank() else None),
+        mock.patch("hf_zero.host.progress.last_saved", lambda folder: 4 if dist.get_rank() else None),
         pytest.raises(
             CheckpointError, match=r"this run has saved step 4 in .*, and rank 0 finds no whole checkpoint of it"
         ),
