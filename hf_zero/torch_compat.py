@@ -285,6 +285,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_backward_of_an_operator() -> bool:
+    """Whether this thread runs the backward of one operator just now, or its hooks: not what comes at the end of a pass."""
+    return torch._C._current_autograd_node() is not None
+
+
 def graph_task() -> int:
     """The number of the backward pass that this thread runs just now; one nested in another has its own."""
     return torch._C._current_graph_task_id()

@@ -77,6 +77,7 @@ PLAN = [
 ]
 QUANTISED = [
     Seam(torch._subclasses.fake_tensor.FakeTensorMode, "__init__", "allow_non_fake_inputs", "fake_tensors"),
+    Seam(torch._C, "_current_autograd_node", "", "in_backward_of_an_operator"),
     Seam(torch.Tensor, "_make_subclass", "", "bytes in the class that they came in"),
     Seam(torch.Tensor, "_base", "", "the tensor that a view is one of"),
     Seam(bitsandbytes.nn.Params4bit, "__new__", "torch.Tensor._make_subclass(cls, data, requires_grad)", "as_shown"),

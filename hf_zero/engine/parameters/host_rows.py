@@ -126,7 +126,7 @@ def refuse_beside_a_backward(what: str, rows: Iterable[Tensor], world: World) ->
         UsageError: any of them lies on the host.
     """
     has_others = world.num_ranks > 1 and world.device.type != "cpu"
-    if has_others and torch_compat.in_backward() and any(each.device.type == "cpu" for each in rows):
+    if has_others and torch_compat.in_backward_of_an_operator() and any(each.device.type == "cpu" for each in rows):
         raise UsageError(
             f"{what}: a term of a loss over parameters that are offloaded to host memory has its backward beside the model's. "
             "Compute it of the weights inside the model's forward, or offload the optimizer alone"
