@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch.distributed as dist
 from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -283,10 +284,12 @@ def small_t5(folder: str, texts: Iterable[str]) -> str:
 
 
 def _write(folder: str, kind: Any, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    state = PartialState()
-    with state.main_process_first():
-        if state.is_main_process:
-            with zero.disabled():  # one rank alone makes this model, so it is whole
-                kind.from_config(config).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+    PartialState()  # starts the process group, where nobody has; on CPU ranks it may know of this process alone
+    has_peers = dist.is_initialized()
+    if not has_peers or dist.get_rank() == 0:
+        with zero.disabled():  # one rank alone makes this model, so it is whole
+            kind.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    if has_peers:
+        dist.barrier()
     return folder
