@@ -62,7 +62,7 @@ def test_each_start_goes_on_from_what_its_own_run_has_saved(tmp_path: Path) -> N
     out = str(tmp_path)
     expected = run_ranks(_train, 2, "another", out, 8, 1)[0][1]
     assert run_ranks(_train, 2, "this", out, 3, 1)[0] == (3, expected[:3]), "not from what another run has left there"
-    fewer = run_ranks(_train, 1, "this", out, 6, 2)[0]
+    fewer = run_ranks(_train, 1, "this", out, 6, 1)[0]  # twice as many micro-batches
     more = run_ranks(_train, 2, "this", out, 8, 1)[0]
     assert (fewer[0], more[0]) == (3, 2)
     assert (fewer[1], more[1]) == (pytest.approx(expected[:6], rel=1e-5), pytest.approx(expected, rel=1e-5))
