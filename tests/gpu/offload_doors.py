@@ -45,7 +45,8 @@ def lora(device: torch.device, config: Config, folder: str) -> Tensor:
     lora_config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
     model = peft.get_peft_model(model, lora_config)
     zero.shard_model(model, {**BLOCKS, **config})
-    found = train(model, device, range(4), torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = train(model, device, range(4), torch.optim.AdamW(trained, 1e-2, fused=True))
     model.save_pretrained(folder)
     dist.barrier()
     saved = load_file(f"{folder}/adapter_model.safetensors")
