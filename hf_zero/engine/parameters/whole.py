@@ -51,7 +51,11 @@ class Shares:
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        torch_compat.outside_compiled_graphs(_set)(self, name, value)
+        is_plain = name == "grad" or not is_of_users(name)
+        if is_plain and not torch.compiler.is_compiling():
+            object.__setattr__(self, name, value)  # once or more a parameter and step
+        else:
+            torch_compat.outside_compiled_graphs(_set)(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         torch_compat.outside_compiled_graphs(_delete)(self, name)
