@@ -79,7 +79,9 @@ def table(found: dict[str, dict[str, Layer]], most: int = 0) -> str:
     """A line for each engine; with `most`, the functions called most often for a layer."""
     rows = [["calls a layer", *(f"{name}, {kind}" for name in _PASSES for kind in ("Python", "C"))]]
     for engine, passes in found.items():
-        rows.append([engine, *(f"{number:.0f}" for name in _PASSES for number in (passes[name].python, passes[name].c))])
+        rows.append(
+            [engine, *(f"{number:.0f}" for name in _PASSES for number in (passes[name].python, passes[name].c))]
+        )
     lines = [aligned(rows, "<>")]
     for engine, passes in found.items() if most else ():
         for name in _PASSES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def main() -> None:
     for _ in range(_WARM_UP_STEPS + _STEPS):
         with training.context():
             forward, loss = _counted(lambda: training.model(input_ids=batch, labels=batch).loss)
-        backward, _ = _counted(lambda loss=loss: training.backward(loss))
+        backward, _ = _counted(partial(training.backward, loss))
         training.step()
         found.append((forward, backward))
     fewest = [min(column, key=Counter.total) for column in zip(*found[_WARM_UP_STEPS:], strict=True)]
