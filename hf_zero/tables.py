@@ -23,3 +23,11 @@ def aligned(rows: Iterable[Sequence[object]], sides: str = "<", between: str = "
         margin + between.join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip()
         for row in texts
     )
+
+
+def size_told(num_bytes: float) -> str:
+    """Bytes for a reader."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes / 2**20:,.1f} MiB"

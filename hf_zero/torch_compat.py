@@ -217,7 +217,8 @@ def num_references(tensors: list[Tensor], place: int) -> int:
     Passed by itself, it would be counted again wherever `torch.compile` runs the frames: the caller's stack keeps it then.
     Newer releases of torch add one of their own as long as C++ holds it, too: a view of it, which an output may be.
     """
-    return sys.getrefcount(tensors[place]) - 1 - (_counts_itself() and cast(Any, tensors[place])._use_count() > 1)
+    count = sys.getrefcount(tensors[place]) - 1
+    return count - (_counts_itself() and tensors[place]._use_count() > 1)  # type: ignore[attr-defined, unused-ignore]
 
 
 @functools.cache

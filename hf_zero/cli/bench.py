@@ -28,6 +28,14 @@ def add_benchmarks(kinds: Any) -> None:
     comm.add_argument("--repeats", type=int, default=5, help="of each exchange (5)")
     comm.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     comm.set_defaults(run=_bench_comm)
+    calls = kinds.add_parser(
+        "calls", help="calls of functions a layer, beyond the layer's own: what the host does for it"
+    )
+    calls.add_argument("--ranks", type=int, default=2)
+    calls.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="to compute in (bfloat16)")
+    calls.add_argument("--engines", default="ddp,zero1,zero2,zero3,zero3:none,fsdp2", help="as of bench step")
+    calls.add_argument("--most", type=int, default=0, metavar="N", help="also the N functions called most often (0)")
+    calls.set_defaults(run=_bench_calls)
     loading = kinds.add_parser("load", help="time, memory and bytes read of from_pretrained, and memory after a step")
     loading.add_argument("--model", default="llama-92m", help=f"{', '.join(SIZES)} (default: llama-92m), or a folder")
     loading.add_argument("--ranks", type=int, default=2)
@@ -73,6 +81,13 @@ def _bench_comm(args: argparse.Namespace) -> int:
         comm.write_json(found, args.json)
     if found:
         print(comm.table(found))
+    return 0
+
+
+def _bench_calls(args: argparse.Namespace) -> int:
+    from hf_zero.bench.calls import run as calls
+
+    print(calls.table(calls.count(args.engines.split(","), args.ranks, args.dtype), args.most))
     return 0
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.cli import sequences
+from hf_zero.cli import sequences, timing
+from hf_zero.cli.fitting import MARGIN, USUAL_RANKS_A_HOST, chosen_of, fits, fits_device, on_a_host, verdict
 from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.tables import aligned
+from hf_zero.tables import size_told as size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,10 +25,7 @@ if TYPE_CHECKING:
     from hf_zero.plan.memory import Holding, Setting
     from hf_zero.plan.scale import HostMemory
     from hf_zero.plan.shapes import ModelShape
-
-_MARGIN = 0.9  # of a device's memory: the rest is for its context, workspaces and fragments
-_MOST_RANKS = 2**14
-_USUAL_RANKS_A_HOST = 8
+    from hf_zero.plan.timing.schedule import Played
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class Row:
         setting: with its configuration.
         checkpoints: whether activations are computed again.
         holding: what a rank holds; None of its activations are known without a sequence length.
+        played: the time of a step, where it is predicted.
     """
 
     setting: Setting
     checkpoints: bool
     holding: Holding
+    played: Played | None = None
 
     @property
     def name(self) -> str:
@@ -53,14 +55,14 @@ class Row:
         return f"stage {self.setting.config.stage}{where}" + (", checkpointing" if self.checkpoints else "")
 
 
-def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
+def add_arguments(parser: argparse.ArgumentParser, size_of: Callable[[str], int]) -> None:
     """The options of the command."""
     parser.add_argument(
         "model", metavar="MODEL", help="a folder with a config.json, a name on the hub, or llama-125m, ..."
     )
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="processes, one a device (default: 8)")
     parser.add_argument(
-        "--gpu-memory", "--memory", type=size, metavar="SIZE", help="of one rank, such as 80GiB: says what fits"
+        "--gpu-memory", "--memory", type=size_of, metavar="SIZE", help="of one rank, such as 80GiB: says what fits"
     )
     parser.add_argument(
         "--seq-len", type=int, metavar="TOKENS", help="of a sequence; without it, activations are left out"
@@ -95,13 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
     )
     parser.add_argument(
         "--host-memory",
-        type=size,
+        type=size_of,
         metavar="SIZE",
         help="of one host, such as 512GB: also plan with what rests in it, beside a device (see --ranks-per-host)",
     )
     parser.add_argument(
         "--ranks-per-host", type=int, metavar="N", help="that share its memory (default: 8, or all ranks)"
     )
+    timing.add_arguments(parser)
     parser.add_argument("--scale", action="store_true", help="also show 8 to 10,000 ranks, and what limits them first")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the first way that fits")
     parser.add_argument(
@@ -124,20 +127,28 @@ def run(args: argparse.Namespace) -> int:
     from hf_zero.plan.shapes import meta_model, shapes_of, with_adapters
 
     _check(args)
+    if args.gpu is not None and args.gpu_memory is None:
+        args.gpu_memory = timing.memory_of(args.gpu)
     model = meta_model(args.model)
     if args.lora is not None:
         model = with_adapters(model.to(getattr(torch, args.dtype)), args.lora)  # frozen weights need no masters
     shape = shapes_of(model, in_4bit=args.load_in_4bit)
-    rows = rows_of(model, shape, args)
-    print("\n".join([_model_told(model, shape), *_told(shape, rows, args)]))
+    collectives, machine = timing.machine_of(args, USUAL_RANKS_A_HOST) if timing.predicts(args) else ("native", None)
+    rows = rows_of(model, shape, args, collectives)
+    if int(os.environ.get("RANK", "0")):
+        return 0  # a launcher has started several, which have measured together
+    clock = None if machine is None else timing.Clock.of(model, shape, machine, args)
+    if clock is not None:
+        rows = [replace(row, played=clock.time_of(row.setting, row.checkpoints)) for row in rows]
+    print("\n".join([_model_told(model, shape), *_told(shape, rows, args, clock)]))
     if args.seq_len is not None:
         ways = [(row.name, row.setting, row.checkpoints) for row in rows if row.setting.config.stage == 3]
-        told_of = sequences.told(model, shape, ways, args, lambda each: _fits_device(each, args), _size)
+        told_of = sequences.told(model, shape, ways, args, lambda each: fits_device(each, args), size)
         print("\n".join(told_of))
-    chosen = next((row for row in rows if _fits(row, args)), None)
+    chosen = chosen_of(rows, args)
     if args.scale:
         has_limit = args.gpu_memory is not None or args.host_memory is not None
-        print("\n" + "\n".join(told(shape, (chosen if chosen and has_limit else rows[-1]).setting, _size, _host(args))))
+        print("\n" + "\n".join(told(shape, (chosen if chosen and has_limit else rows[-1]).setting, size, _host(args))))
     if args.plot is not None:
         draw(shape, rows, args.plot)
         print(f"Drawn in {args.plot}.")
@@ -151,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    timing.check(args)
     for name in ("ranks", "batch_size", "seq_len", "cp", "replicate", "lora", "ranks_per_host"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -173,7 +185,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
 
-def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace) -> list[Row]:
+def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace, collectives: str = "native") -> list[Row]:
     """The ways to train a model, in the order of what they cost: exchanges first, then what is computed again."""
     from hf_zero.plan.activations import NOTHING
     from hf_zero.plan.memory import Setting, predict
@@ -183,7 +195,7 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace) -> li
         kept = sequences.activations_of(model, args, args.seq_len, args.tile_tokens)
     if args.checkpointing:
         kept = {True: kept.get(True, NOTHING)}
-    common = {"compute_dtype": args.dtype, "collectives": "native", "replicate": args.replicate}
+    common = {"compute_dtype": args.dtype, "collectives": collectives, "replicate": args.replicate}
     common |= {"tile_tokens": args.tile_tokens, "cp_size": args.cp}
     rows = []
     for (offloads, checkpoints), found in _ways(kept, args):
@@ -221,7 +233,7 @@ def _model_told(model: nn.Module, shape: ModelShape) -> str:
     return f"{shape.name}: {total:,} parameters ({trained:,} trainable), {len(shape.units)} units"
 
 
-def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[str]:
+def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace, clock: timing.Clock | None) -> list[str]:
     from hf_zero.plan.memory import balance
 
     how = f"{args.ranks:,} ranks, {args.dtype}, {args.optimizer}" + (", accumulation" if args.accumulation else "")
@@ -230,27 +242,29 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
     head = ["a rank", "parameters", "gradients", "optimizer", "gathered", "activations", "peak", "received a step"]
     head += ["disk"] if args.disk else []
     head += ["on the host"] if args.host_memory else []
+    head += timing.HEADS if clock else []
     has_limit = args.gpu_memory is not None or args.host_memory is not None
     table = [[*head, "fits"] if has_limit else head]
     for row in rows:
         h = row.holding
-        known = _size(h.activations) if args.seq_len else "?"
-        sizes = [_size(n) for n in (h.parameters, h.gradients, h.optimizer, h.gathered)]
-        moved = _size(h.in_replica) + (f" + {_size(h.between_replicas)}" if h.between_replicas else "")
-        cells = [row.name, *sizes, known, _size(h.peak), moved, *([_size(h.on_disk)] if args.disk else [])]
-        cells += [_size(h.on_host)] if args.host_memory else []
-        table.append([*cells, "yes" if _fits(row, args) else "no"] if has_limit else cells)
+        known = size(h.activations) if args.seq_len else "?"
+        sizes = [size(n) for n in (h.parameters, h.gradients, h.optimizer, h.gathered)]
+        moved = size(h.in_replica) + (f" + {size(h.between_replicas)}" if h.between_replicas else "")
+        cells = [row.name, *sizes, known, size(h.peak), moved, *([size(h.on_disk)] if args.disk else [])]
+        cells += [size(h.on_host)] if args.host_memory else []
+        cells += clock.cells(row.played) if clock else []
+        table.append([*cells, "yes" if fits(row, args) else "no"] if has_limit else cells)
     lines = [how, "", aligned(table, "<>", margin="  "), ""]
     cut = rows[-1].setting
     lines.append(f"The greatest rank holds {balance(shape, cut):.3f} of the mean of the parameters' elements.")
     if not args.seq_len:
         lines.append("Activations are left out: give --seq-len.")
     if args.gpu_memory is not None:
-        lines += _verdict(shape, rows, args)
+        lines += verdict(shape, rows, args)
     if args.host_memory is not None:
         lines.append(
             "on the host: a rank's rows, states and gradients, and what goes up and comes down; "
-            f"a host has {_size(args.host_memory)} for {_on_a_host(args)} of them, of which a tenth is kept free."
+            f"a host has {size(args.host_memory)} for {on_a_host(args)} of them, of which a tenth is kept free."
         )
     if args.disk:
         lines.append(
@@ -260,19 +274,8 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[
         "Parameters count with the whole copies that stages 0 to 2 compute with; gathered: what stage 3 has whole at once.\n"
         "The peak is the backward's; a device's own context is not in it."
     )
+    lines += [clock.told()] if clock else []
     return lines
-
-
-def _fits(row: Row, args: argparse.Namespace) -> bool:
-    return _fits_device(row.holding, args) and _fits_host(row, args)
-
-
-def _fits_device(holding: Holding, args: argparse.Namespace) -> bool:
-    return bool(args.gpu_memory is None or holding.peak <= _MARGIN * args.gpu_memory)
-
-
-def _fits_host(row: Row, args: argparse.Namespace) -> bool:
-    return bool(args.host_memory is None or row.holding.on_host * _on_a_host(args) <= _MARGIN * args.host_memory)
 
 
 def _host(args: argparse.Namespace) -> HostMemory | None:
@@ -280,74 +283,7 @@ def _host(args: argparse.Namespace) -> HostMemory | None:
 
     if args.host_memory is None:
         return None
-    return HostMemory(_MARGIN * args.host_memory, args.ranks_per_host or _USUAL_RANKS_A_HOST)
-
-
-def _on_a_host(args: argparse.Namespace) -> int:
-    """Ranks that share a host's memory."""
-    return int(min(args.ranks, args.ranks_per_host or _USUAL_RANKS_A_HOST))
-
-
-def _verdict(shape: ModelShape, rows: list[Row], args: argparse.Namespace) -> list[str]:
-    limit = f"{_size(args.gpu_memory)}, of which a tenth is kept free"
-    chosen = next((row for row in rows if _fits(row, args)), None)
-    if chosen is not None:
-        advice = ["offload to the host is what makes it fit."] if chosen.setting.config.offload.goes_to_host else []
-        return [f"Cheapest that fits into {limit}: {chosen.name}" + (f"; {advice[0]}" if advice else ".")]
-    least = min(rows, key=lambda row: (not _fits_host(row, args), row.holding.peak))
-    h, room = least.holding, _MARGIN * args.gpu_memory
-    too_much = min((row.holding.on_host for row in rows if _fits_device(row.holding, args)), default=None)
-    if too_much is not None:
-        needed = too_much * _on_a_host(args)
-        return [f"It fits into {limit}, if a host has {_size(needed / _MARGIN)} for its {_on_a_host(args)} ranks."]
-    lines = [f"Nothing fits into {limit}; {least.name} comes nearest."]
-    if h.activations > room or h.activations + h.gathered > room > h.gathered:
-        lines.append(
-            f"More ranks do not help: activations alone need {_size(h.activations)}"
-            + (f", and gathered units {_size(h.gathered)}" if h.activations <= room else "")
-            + ". Use a smaller batch or shorter sequences."
-            + ("" if least.checkpoints or not args.seq_len else " Or checkpointing.")
-        )
-    elif h.gathered > room:
-        lines.append(f"More ranks do not help: gathered units alone need {_size(h.gathered)}.")
-    else:
-        ranks = _enough_ranks(shape, least, args)
-        lines += [] if ranks is None else [f"It fits on {ranks:,} ranks."]
-        if not least.setting.config.offload.is_anything:
-            lines.append(
-                "`offload: {optimizer: host, parameters: host}` moves what a rank holds at rest to host memory."
-            )
-    if room - h.gathered < h.activations <= room:
-        lines.append(_smaller_units(shape, least, room))
-    return lines
-
-
-def _smaller_units(shape: ModelShape, row: Row, room: float) -> str:
-    """What makes less whole at a time, as far as it does: nothing is smaller than a parameter."""
-    from hf_zero.plan.memory import unit_bytes
-
-    together = max(unit_bytes(shape, row.setting), default=0)
-    alone = max(unit_bytes(shape.one_by_one(), row.setting), default=0)
-    tensor_axis = "`tp_size: 2` (or more) cuts every layer over that many ranks."
-    if alone > room:
-        return f"The largest parameter takes {_size(alone)}: {tensor_axis}"
-    return (
-        f"Less is whole at a time with `prefetch_bytes: 0` (the largest unit takes {_size(together)}), and with smaller units, "
-        f"such as `units: {{min_numel: 1}}` (the largest parameter takes {_size(alone)}). {tensor_axis}"
-    )
-
-
-def _enough_ranks(shape: ModelShape, row: Row, args: argparse.Namespace) -> int | None:
-    from hf_zero.plan.activations import Kept
-    from hf_zero.plan.memory import predict
-
-    ranks = args.ranks
-    while ranks < _MOST_RANKS:
-        ranks *= 2
-        held = predict(shape, replace(row.setting, num_ranks=ranks), Kept(row.holding.activations, 0))
-        if held.peak <= _MARGIN * args.gpu_memory:
-            return int(ranks)
-    return None
+    return HostMemory(MARGIN * args.host_memory, args.ranks_per_host or USUAL_RANKS_A_HOST)
 
 
 def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
@@ -373,10 +309,3 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
     if row.checkpoints:
         text += "# With the Trainer's gradient_checkpointing=True.\n"
     path.write_text(text)
-
-
-def _size(num_bytes: float) -> str:
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:,.2f} {name}"
-    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hf_zero.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from hf_zero.plan.activations import Kept
     from hf_zero.plan.memory import Holding, Setting
@@ -35,22 +35,36 @@ def activations_of(model: nn.Module, args: argparse.Namespace, num_tokens: int, 
     from hf_zero.plan.activations import activations_by_way
     from hf_zero.plan.long_sequences import keys_nbytes
 
+    own = math.ceil(num_tokens / args.cp)
+    batch = batch_of(model, args.batch_size, own, args.dtype)
+    found = activations_by_way(model, batch, tile_tokens)
+    if args.cp == 1:
+        return found
+    keys = keys_nbytes(
+        getattr(model, "config", None), args.batch_size * num_tokens, getattr(torch, args.dtype).itemsize
+    )
+    return {checkpoints: replace(kept, total=kept.total + keys) for checkpoints, kept in found.items()}
+
+
+def batch_of(model: nn.Module, batch_size: int, num_tokens: int, dtype: str) -> dict[str, Tensor]:
+    """A batch on the meta device, with labels where the model takes them; the model is put into the dtype of its computing.
+
+    Raises:
+        UsageError: the model reads no tokens.
+    """
+    import torch
+
     if getattr(model, "main_input_name", None) != "input_ids":
         raise UsageError(f"{type(model).__name__} reads no tokens, so --seq-len says nothing about it: leave it out")
-    own = math.ceil(num_tokens / args.cp)
-    tokens = torch.zeros(args.batch_size, own, dtype=torch.long, device="meta")
+    tokens = torch.zeros(batch_size, num_tokens, dtype=torch.long, device="meta")
     batch = {"input_ids": tokens}
     if type(model).__name__.endswith(_WITH_LABELS) and "labels" in inspect.signature(model.forward).parameters:
         batch["labels"] = tokens
     config = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # type: ignore[union-attr]
-    computing = model.to(getattr(torch, args.dtype))
-    found = activations_by_way(computing, batch, tile_tokens)
-    if args.cp == 1:
-        return found
-    keys = keys_nbytes(config, args.batch_size * num_tokens, getattr(torch, args.dtype).itemsize)
-    return {checkpoints: replace(kept, total=kept.total + keys) for checkpoints, kept in found.items()}
+    model.to(getattr(torch, dtype))
+    return batch
 
 
 def told(

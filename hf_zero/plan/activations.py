@@ -185,7 +185,8 @@ def activations_by_way(
     finally:
         for handle in handles:
             handle.remove()
-    of_tiles = sum(of_tile(each.module, each.size, each.num_words) for each in heads)
+    num_tokens = max((t.numel() for t in batch.values() if not t.is_floating_point()), default=0)
+    of_tiles = sum(of_tile(each.module, min(each.size, num_tokens), each.num_words) for each in heads)
     num_gradients = 2 if "labels" in batch and not heads else 1
     return {checkpoints: count.result(checkpoints, num_gradients, of_tiles) for checkpoints in (False, True)}
 

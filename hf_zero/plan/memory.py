@@ -113,10 +113,24 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
 
 def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates:
     """The model states of a rank, see `add_up`."""
+    placed = [p for unit in placed_of(model, setting, rank) for p in unit]
+    num_states = OPTIMIZERS[setting.optimizer]
+    return add_up(placed, setting.config, ranks_of(setting), num_states, setting.config.offload.goes_to_host)
+
+
+def ranks_of(setting: Setting) -> Ranks:
+    """Their numbers."""
+    config = setting.config
+    return Ranks(setting.num_shards, config.replicate, setting.num_ranks, config.wire.secondary)
+
+
+def placed_of(model: ModelShape, setting: Setting, rank: int = 0) -> list[list[Placed]]:
+    """The parameters of each unit as a rank holds them."""
     config, ranks = setting.config, setting.num_shards
     precision = Precision.from_config(config)
-    placed = []
+    found = []
     for unit in model.units:
+        placed = []
         layouts = [_layout(param, config, ranks) for param in unit.parameters]
         is_shared = config.collectives == "host" and any(layout.num_ranks > 1 for layout in layouts)
         for param, layout in zip(unit.parameters, layouts, strict=True):
@@ -138,8 +152,8 @@ def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates
                     config.wire.gather,
                 )
             )
-    numbers = Ranks(ranks, config.replicate, setting.num_ranks, config.wire.secondary)
-    return add_up(placed, config, numbers, OPTIMIZERS[setting.optimizer], config.offload.goes_to_host)
+        found.append(placed)
+    return found
 
 
 def _gathers(setting: Setting) -> bool:

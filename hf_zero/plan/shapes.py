@@ -168,19 +168,7 @@ def meta_model(name_or_folder: str) -> nn.Module:
     """
     import transformers
 
-    try:
-        if name_or_folder in SIZES or Path(name_or_folder, "config.json").is_file():
-            config = config_of(name_or_folder)
-        else:
-            config = transformers.AutoConfig.from_pretrained(name_or_folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"no configuration of {name_or_folder!r}: give a folder with a config.json, a name on the hub that this machine "
-            f"can reach (`hf auth login` for gated ones), or one of {', '.join(SIZES)} ({_shortly(error)})"
-        ) from error
-    except Exception as error:  # transformers raises all kinds of errors for values that it does not expect
-        raise UsageError(f"the configuration of {name_or_folder!r} has a mistake: {_shortly(error)}") from error
-    _check_sizes(config, name_or_folder)
+    config = configuration(name_or_folder)
     names = [name for name in getattr(config, "architectures", None) or [] if hasattr(transformers, name)]
     try:
         made = getattr(transformers, names[0])._from_config if names else transformers.AutoModelForCausalLM.from_config
@@ -189,6 +177,30 @@ def meta_model(name_or_folder: str) -> nn.Module:
     except Exception as error:  # as above
         raise UsageError(f"transformers cannot make {name_or_folder!r}: {_shortly(error)}") from error
     return model.train()
+
+
+def configuration(name_or_folder: str) -> PretrainedConfig:
+    """The configuration of a model, by a benchmark's name, a folder with a config.json, or a name on the hub.
+
+    Raises:
+        UsageError: there is none, or it has a mistake.
+    """
+    from transformers import AutoConfig
+
+    try:
+        if name_or_folder in SIZES or Path(name_or_folder, "config.json").is_file():
+            config = config_of(name_or_folder)
+        else:
+            config = AutoConfig.from_pretrained(name_or_folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"no configuration of {name_or_folder!r}: give a folder with a config.json, a name on the hub that this machine "
+            f"can reach (`hf auth login` for gated ones), or one of {', '.join(SIZES)} ({_shortly(error)})"
+        ) from error
+    except Exception as error:  # transformers raises all kinds of errors for values that it does not expect
+        raise UsageError(f"the configuration of {name_or_folder!r} has a mistake: {_shortly(error)}") from error
+    _check_sizes(config, name_or_folder)
+    return config
 
 
 def _check_sizes(config: PretrainedConfig, name_or_folder: str) -> None:

@@ -104,7 +104,10 @@ class LateEngine:
 
     def start(self, module: nn.Module) -> ZeroEngine | None:
         """Make the engine of a model, if none of its parameters has one."""
-        if self._is_done or engine_of(module) is not None:
+        if self._is_done:
+            return None
+        if engine_of(module) is not None:
+            self._end()
             return None
         is_run = _is_run(module)
         if not is_run and self.world.partitions and self._is_left_plain(module):
@@ -112,10 +115,15 @@ class LateEngine:
         if not torch.is_grad_enabled() and any(map(is_lazy, module.parameters())):
             return None  # lazy modules see an example
         engine = None if is_run else self._start(module)
+        self._end()
+        return engine
+
+    def _end(self) -> None:
+        """There is an engine: the hooks of parts, which each of their calls would run, go."""
         self._is_done = True
         for handle in self.inside:
             handle.remove()
-        return engine
+        self.inside.clear()
 
     def _is_left_plain(self, module: nn.Module) -> bool:
         """Whether a model is whole now: inside `GatheredParameters`, whose end it waits for, or a copy made there."""

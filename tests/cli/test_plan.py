@@ -194,6 +194,13 @@ def test_draws_what_a_rank_holds(folder: str, tmp_path: Path, capsys: pytest.Cap
     [
         (["--ranks", "0"], "--ranks is 0"),
         (["--ranks", "4", "--replicate", "3"], "--replicate 3 does not divide --ranks 4"),
+        (["--gpu", "h100"], "give --seq-len, too"),
+        (["--gpu", "z9", "--seq-len", "64"], "--gpu z9 is not known: give one of a10, "),
+        (["--gpu", "h100", "--measure"], "give one of them"),
+        (["--gpu", "h100", "--seq-len", "64", "--ranks", "16"], "16 ranks are on 2 hosts of 8: give --network"),
+        (["--network", "400gbit"], "--network goes with --gpu"),
+        (["--best"], "--best compares times: give --gpu or --measure"),
+        (["--gpu", "h100", "--seq-len", "64", "--cp", "2"], "is not predicted with --cp"),
     ],
 )
 def test_options_that_make_no_sense_are_errors(
@@ -275,3 +282,42 @@ def test_long_sequences_are_told_with_and_without_tiles(
         peaks.append(predict(shapes_of(model), setting, kept).peak)
     assert peaks[0] <= 0.9 * 64 * 2**20 < peaks[1]
     assert ZeroConfig.from_file(out).tile_tokens == 64
+
+
+def _predicted(text: str) -> dict[str, float]:
+    """Milliseconds of a step by the name of a row."""
+    rows = re.findall(r"^  (stage \S+(?: \S+)*?)  .* ([\d.,]+) ms ", text, re.MULTILINE)
+    return {name: float(number.replace(",", "")) for name, number in rows}
+
+
+def test_steps_on_a_gpu_are_predicted_and_the_fastest_that_fits_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "zero.yaml"
+    options = ["llama-125m", "--ranks", "16", "--gpu", "h100", "--network", "10gbit", "--seq-len", "256"]
+    code, text = _plan(capsys, *options, "--best", "--write", str(out))
+    assert code == 0
+    found = _predicted(text)
+    assert len(found) == 8 and found["stage 1"] == found["stage 2"] < found["stage 3"]
+    assert "Fastest that fits into 80.00 GiB, of which a tenth is kept free: stage 1." in text
+    assert "predicted for h100 by its data sheet, not measured" in text
+    assert ZeroConfig.from_file(out).stage == 1
+    faster = _predicted(_plan(capsys, *options[:-3], "100gbit", *options[-2:])[1])
+    assert all(faster[name] < found[name] for name in found)
+    code, text = _plan(capsys, *options, "--best", "--gpu-memory", "700MiB")
+    fitting = {name for name in found if re.search(rf"^  {name}  .* yes$", text, re.MULTILINE)}
+    chosen = re.search("Fastest that fits into .*: (stage .*)\\.$", text, re.MULTILINE)
+    assert chosen is not None and 0 < len(fitting) < 8, text
+    assert chosen[1] in fitting and found[chosen[1]] == min(found[name] for name in fitting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collectives", ["host", "pairwise"])
+def test_steps_on_this_machine_are_predicted_by_what_is_measured(
+    collectives: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["llama-10m", "--ranks", "2", "--seq-len", "32", "--dtype", "float32", "--collectives", collectives]
+    code, text = _plan(capsys, *options, "--measure")
+    found = _predicted(text)
+    assert code == 0 and len(found) == 8 and all(0 < number < 60_000 for number in found.values()), text
+    assert f"predicted for this machine, 2 processes, {collectives}, by the time of a layer" in text

@@ -173,7 +173,7 @@ def _watch_release(twins: Twins, name: str) -> list[bool]:
     def look(module: nn.Module, args: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if tensor.requires_grad and not seen:
-            tensor.register_hook(lambda _: seen.append(not unit.is_leased) if not seen else None)
+            tensor.register_hook(lambda _: seen.append(not unit.num_leases) if not seen else None)
 
     if not unit.keeps_whole:
         last.register_forward_hook(look)

@@ -391,7 +391,7 @@ class _Run:
             engine.settle()  # torch has not told of an interrupted forward
             assert engine._forwards.modules == []
             for unit in engine.units:
-                assert not unit.is_leased, f"{unit.name} is leased"
+                assert not unit.num_leases, f"{unit.name} is leased"
                 may_stay = unit.keeps_whole or unit.is_shared or unit.index in engine.kept_for_backward
                 may_stay = may_stay or self.was_interrupted  # until the next forward, which all ranks share
                 assert may_stay or unit.residency.value == "released", f"{unit.name} is {unit.residency}"

@@ -61,6 +61,22 @@ def test_model_inside_a_librarys_keeps_the_parameters_that_the_optimizer_holds(s
         torch.testing.assert_close(whole(p), q.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
+@on_ranks(2, stage=SHARDED)
+def test_parts_run_no_more_hooks_than_those_of_a_model_that_was_made_whole(stage: int) -> None:
+    """A hook on each part waits for an engine until there is one; then each call of a part would pay for it."""
+
+    def num_hooks(model: nn.Module) -> list[int]:
+        model(**CASES["llama"].batch(0, dist.get_rank()))
+        return [len(part._forward_pre_hooks) for part in model.modules() if part is not model]
+
+    with zero.Init({"stage": stage}):
+        early = make_model(CASES["llama"])
+    late = make_model(CASES["llama"])
+    for model in (early, late):
+        zero.shard_model(model, {"stage": stage})
+    assert num_hooks(early) == num_hooks(late)
+
+
 # --- inside GatheredParameters --------------------------------------------------------------------------------------
 
 

@@ -253,7 +253,10 @@ class Backward:
         call.check_not_outdated()
         session.has_gradients = True
         pairs = zip(call.parameters, gradients, strict=True)
-        add_up(call.gradients, {p: torch_compat.complete(g) for p, g in pairs if g is not None and self._is_wanted(p)})
+        found = {p: g if type(g) is Tensor else torch_compat.complete(g) for p, g in pairs if g is not None}
+        if found and not self._runs(self._anchor_node, next(iter(found))):
+            found = {p: g for p, g in found.items() if self._is_wanted(p)}
+        add_up(call.gradients, found)
         # A reentrant checkpoint inside the call runs a backward of its own: the rest of the call is still to come.
         if call not in session.open_calls or call.graph_task == torch_compat.graph_task():
             self._finish_call(call, session)
@@ -286,11 +289,15 @@ class Backward:
 
     def _is_wanted(self, p: ZeroParameter) -> bool:
         """Whether the running backward is to give `p` a gradient: `backward(inputs=...)` names those that get one."""
+        leaf = connected(p)
+        return self._runs(self._anchor_node, p) or (
+            leaf is not None and self._runs(torch_compat.gradient_node(leaf), p)
+        )
+
+    @staticmethod
+    def _runs(node: Any, p: ZeroParameter) -> bool:
         try:
-            if torch_compat.will_run(self._anchor_node):
-                return True
-            leaf = connected(p)
-            return leaf is not None and torch_compat.will_run(torch_compat.gradient_node(leaf))
+            return torch_compat.will_run(node)
         except RuntimeError as error:
             raise UsageError(
                 f"torch.autograd.grad does not work for the partitioned parameter {p.name!r}, whose gradient is reduced over "

@@ -219,7 +219,7 @@ class Reducer:
         return list(flats.items())
 
     def _bytes_in_flight(self) -> int:
-        return sum(item.num_bytes for item in self._in_flight)
+        return sum([item.num_bytes for item in self._in_flight])
 
     def _complete(self) -> None:
         """Wait for the oldest reduction within the replica; its rows go on to the other replicas, or to the gradients."""

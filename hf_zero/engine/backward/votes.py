@@ -100,12 +100,12 @@ def bits(of_words: Iterable[int]) -> int:
 
 def fingerprint(trainable: Sequence[ZeroParameter]) -> int:
     """A number that tells apart which parameters are trainable."""
-    return zlib.crc32("\n".join(p.name for p in trainable).encode())
+    return zlib.crc32("\n".join([p.name for p in trainable]).encode())
 
 
 def bitmap(parameters: Sequence[ZeroParameter], chosen: Container[ZeroParameter]) -> int:
     """Those of `parameters` that are chosen."""
-    return sum(1 << position for position, p in enumerate(parameters) if p in chosen)
+    return sum([1 << position for position, p in enumerate(parameters) if p in chosen])
 
 
 def named_by(bitmap: int, parameters: Sequence[ZeroParameter]) -> list[ZeroParameter]:

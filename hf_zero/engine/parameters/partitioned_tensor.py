@@ -120,7 +120,7 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
 
     @classmethod
     def _made(cls, local: Tensor, spec: Any, world: World, cut: Cut) -> PartitionedTensor:
-        new = cast(PartitionedTensor, cls.__new__(cls, local, spec, requires_grad=False))
+        new: PartitionedTensor = cls.__new__(cls, local, spec, requires_grad=False)  # type: ignore[assignment, unused-ignore]
         vars(new).update(_zero_world=world, _zero_cut=cut, _zero_base=None)
         return new
 

@@ -182,7 +182,10 @@ class ZeroParameter:
 
     def shown_by(self, owner: object) -> Tensor | None:
         """What `push(owner, ...)` lets modules see, or will again."""
-        return next((whole for each, whole, _ in self._seen if each is owner), None)
+        for each, whole, _ in self._seen:
+            if each is owner:
+                return whole
+        return None
 
     def pop(self, owner: object) -> Tensor | None:
         """Let the modules see what they saw before `push(owner, ...)`: an outer call's whole tensor, or the rows.

@@ -30,13 +30,14 @@ def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 
 def has_grad_hooks(param: Tensor) -> bool:
     """Whether there are any `grad_hooks`."""
-    return bool(_kept(param, _BEFORE) or param._backward_hooks)
+    return bool(param._backward_hooks or (_BEFORE in vars(param) and _kept(param, _BEFORE)))
 
 
 def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """What `register_post_accumulate_grad_hook` has been given for a parameter that autograd never reaches."""
     known: Any = getattr(param, "_post_accumulate_grad_hooks", None)
-    return [*_kept(param, _AFTER).values(), *(known or {}).values()]
+    kept = _kept(param, _AFTER).values() if _AFTER in vars(param) else ()
+    return [*kept, *(known or {}).values()]
 
 
 def take_hooks_along(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -28,6 +28,7 @@ from hf_zero.errors import UsageError
 _data: Any = torch._C.TensorBase.data
 STANDS_FOR = "_zero_stands_for"
 _BEFORE_NUMPY = "_zero_before_numpy"
+_OF_TORCH = ("_spec", "_local_tensor")  # that are set for every gradient
 _COUNTER, _MOVED, _RECORD = "_zero_counter", "_zero_moved", "_zero_record"
 
 
@@ -51,7 +52,10 @@ class Shares:
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        torch_compat.outside_compiled_graphs(_set)(self, name, value)
+        if name in _OF_TORCH or name.startswith("_zero_") or (name == "grad" and not torch.compiler.is_compiling()):
+            object.__setattr__(self, name, value)
+        else:
+            torch_compat.outside_compiled_graphs(_set)(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         torch_compat.outside_compiled_graphs(_delete)(self, name)

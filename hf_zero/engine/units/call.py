@@ -127,7 +127,7 @@ class Call:
 
     def uninstall(self) -> list[Written]:
         """Let the modules see what they saw before the call; what they have written to meanwhile."""
-        of_unit = ((unit, p, p.pop(self)) for unit in self.units for p in unit.parameters)
+        of_unit = [(unit, p, p.pop(self)) for unit in self.units for p in unit.parameters]
         return [Written(unit, p, whole) for unit, p, whole in of_unit if whole is not None]
 
     def whole_tensors(self) -> list[Tensor]:

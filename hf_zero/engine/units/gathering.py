@@ -124,11 +124,11 @@ class Gathering:
     def _prefetch(self, coming: Iterable[int]) -> None:
         budget = self._world.config.prefetch_bytes
         waiting = self._waiting_for_backward()
-        ahead = sum(self.units[index].buffer_nbytes for index in waiting)
+        ahead = sum([self.units[index].buffer_nbytes for index in waiting])
         has_one = False  # one unit at least, whatever its size: else nothing would arrive while others compute
         for index in itertools.islice(coming, _MOST_AHEAD):
             unit = self.units[index]
-            if unit.keeps_whole or unit.is_leased:
+            if unit.keeps_whole or unit.num_leases:
                 continue
             ahead += 0 if unit.is_shared or index in waiting else unit.buffer_nbytes
             if ahead > budget and (has_one or not budget):
@@ -146,7 +146,7 @@ class Gathering:
         gathered = {
             i: unit for i, unit in kept.items() if unit.residency is not Residency.RELEASED and not unit.is_shared
         }
-        return {i for i, unit in gathered.items() if is_forward or not unit.is_leased}
+        return {i for i, unit in gathered.items() if is_forward or not unit.num_leases}
 
     def drop(self, but_kept: bool = False) -> None:
         """Release what nobody reads: at events that all ranks share, so that they will gather alike again.

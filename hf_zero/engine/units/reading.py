@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
-from hf_zero.engine.units.under_way import assigned_to_module
+from hf_zero.engine.units.under_way import ASSIGN, is_assigned
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError
 
@@ -79,7 +80,8 @@ class ReadableParameters(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         """Modules ask so before they assign: torch would say that a whole tensor is no parameter."""
-        if not torch.compiler.is_compiling() and isinstance(assigned_to_module(), Whole):
+        # Every read of a weight asks so, too.
+        if not torch.compiler.is_dynamo_compiling() and sys._getframe(1).f_code in ASSIGN and is_assigned(Whole):
             raise UsageError(
                 f"a forward assigns another module's whole weight to {name!r}, which would tie them for a call only: tie "
                 "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
@@ -174,6 +176,14 @@ def tensors_in(output: Any, depth: int = 3) -> Iterator[Tensor]:
 
     But for those that are put off, see [Note: logits put off]: what computes them sees to itself.
     """
+    if type(output) is Tensor:  # most often, and torch's trees cost more than the rest of a call's hook
+        yield output
+        return
+    if type(output) in (tuple, list, dict):
+        for each in output.values() if type(output) is dict else output:
+            if each is not None:
+                yield from tensors_in(each, depth)
+        return
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
             if not hasattr(type(leaf), "is_put_off"):

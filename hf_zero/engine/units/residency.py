@@ -34,6 +34,8 @@ class Tenure(Enum):
     SHARED = "stays, since nobody can give back what the host's other ranks read"
 
 
+WHOLE = (Residency.WHOLE, Residency.KEPT)
+
 NEXT = {
     Residency.RELEASED: (Residency.GATHERING,),
     Residency.GATHERING: (Residency.WHOLE, Residency.RELEASED),

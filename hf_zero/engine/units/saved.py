@@ -15,7 +15,7 @@ gets an alias.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.utils.checkpoint
@@ -26,6 +26,7 @@ from hf_zero import torch_compat
 from hf_zero.changes import Changes
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
+from hf_zero.engine.units.residency import WHOLE
 from hf_zero.engine.units.unit import Unit
 
 _changes = Changes()
@@ -104,20 +105,22 @@ class SavedWeights:
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is _SavedView:
-            _check_unchanged(packed.shape, packed.counter._version, packed.version)
-            self._make_whole(packed.unit, packed.epoch)
+            if packed.counter._version != packed.version:
+                _refuse_changed(packed.shape, packed.counter._version, packed.version)
+            if packed.unit.epoch != packed.epoch or packed.unit.residency not in WHOLE:
+                self._make_whole(packed.unit, packed.epoch)
             view = packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
             return view if packed.seen_as is None else rows_like(view, packed.seen_as)
         saved: Tensor
         saved, version = packed  # a detached tensor counts its writes together with its source
-        _check_unchanged(tuple(saved.shape), saved._version, version)
+        if saved._version != version:
+            _refuse_changed(tuple(saved.shape), saved._version, version)
         return saved
 
 
-def _check_unchanged(shape: tuple[int, ...], now: int, then: int) -> None:
+def _refuse_changed(shape: tuple[int, ...], now: int, then: int) -> NoReturn:
     """Raise what torch raises."""
-    if now != then:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-            f"shape {shape}, at version {now}, was saved at version {then}"
-        )
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {shape}, at version {now}, was saved at version {then}"
+    )

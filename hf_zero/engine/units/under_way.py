@@ -51,14 +51,14 @@ def is_peeked_at() -> bool:
     return asked is not None and asked.f_back is not None and asked.f_back.f_code is _PEEKS
 
 
-_ASSIGN = {nn.Module.__setattr__.__code__: "value", nn.Module.register_parameter.__code__: "param"}
+ASSIGN = {nn.Module.__setattr__.__code__: "value", nn.Module.register_parameter.__code__: "param"}
 
 
-def assigned_to_module() -> object:
-    """What `module.name = ...` or `module.register_parameter(name, ...)`, which looks up its parameters now, assigns."""
+def is_assigned(kind: type) -> bool:
+    """Whether `module.name = ...` or `module.register_parameter(name, ...)`, which asks now, assigns a `kind`."""
     frame = sys._getframe(2)
-    name = _ASSIGN.get(frame.f_code)
-    return None if name is None else frame.f_locals.get(name)
+    name = ASSIGN.get(frame.f_code)
+    return name is not None and isinstance(frame.f_locals.get(name), kind)
 
 
 def is_function_running(name: str) -> bool:

@@ -27,7 +27,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.axes import UnitAxes
 from hf_zero.engine.units.from_host import Upload, go_ahead, going_up
 from hf_zero.engine.units.memory import GatheredMemory, Slot, fill_own_rows, release_rows
-from hf_zero.engine.units.residency import NEXT, Lease, LiveCall, Residency, Tenure
+from hf_zero.engine.units.residency import NEXT, WHOLE, Lease, LiveCall, Residency, Tenure
 from hf_zero.engine.units.second_copy import SecondCopy
 from hf_zero.errors import ZeroError
 from hf_zero.layout import place
@@ -49,7 +49,9 @@ class Unit:
     Attributes:
         axes: among which ranks its exchanges are.
         epoch: counts the changes of its rows, alike on all ranks: a backward whose forward saw another one raises.
+        num_leases: how many read the whole tensors.
         guarded: views that nodes of graphs keep, which make the unit whole before they run.
+        is_shared: the host's ranks read the same memory.
         live_calls: whose graphs live: where gradients are reduced once a step, after the last of them.
     """
 
@@ -71,7 +73,7 @@ class Unit:
         self.guarded: list[weakref.ref[Tensor]] = []
         self.live_calls: weakref.WeakSet[LiveCall] = weakref.WeakSet()
         self._world, self._memory, self.axes = world, memory, UnitAxes.of(parameters, world)
-        self._leases = 0
+        self.num_leases = 0
         self._pending: list[Exchange | Upload] = []
         self._second: SecondCopy | None = None
         self._arriving = -1  # the epoch of the gather under way that the second copy is to be made of
@@ -85,6 +87,7 @@ class Unit:
         self.tenure = Tenure.OWNED if self.keeps_whole else Tenure.RESIZED
         if self.axes.shards.shares_memory and any(p.is_spread for p in parameters):
             self.tenure = Tenure.SHARED
+        self.is_shared = self.tenure is Tenure.SHARED
         for p in self._buffered:
             p.is_shared = self.is_shared
         if not self.is_releasable:
@@ -117,11 +120,6 @@ class Unit:
     def is_releasable(self) -> bool:
         """Whether the memory comes and goes."""
         return self.tenure is Tenure.RESIZED
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the host's ranks read the same memory."""
-        return self.tenure is Tenure.SHARED
 
     @property
     def is_in_numpy(self) -> bool:
@@ -159,7 +157,7 @@ class Unit:
 
     def view(self, offset_bytes: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A view of the memory; the unit must be whole."""
-        assert self.is_whole, f"{self.name} is {self.residency.value}"
+        assert self.residency in WHOLE, f"{self.name} is {self.residency.value}"
         empty = torch.empty(0, dtype=dtype, device=self._storage.device)
         return empty.set_(self._storage, offset_bytes // dtype.itemsize, shape, strides)
 
@@ -175,17 +173,12 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether the whole tensors may be read."""
-        return self.residency in (Residency.WHOLE, Residency.KEPT)
+        return self.residency in WHOLE
 
     @property
     def is_to_come(self) -> bool:
         """Whether ranks have to wait for each other before the whole tensors may be read."""
         return not self.is_whole and self.tenure in (Tenure.RESIZED, Tenure.PINNED)
-
-    @property
-    def is_leased(self) -> bool:
-        """Whether somebody reads the whole tensors."""
-        return self._leases > 0
 
     def start_gather(self, only: Iterable[ZeroParameter] | None = None) -> None:
         """Begin to make the whole tensors, as every rank does at this point; `acquire` waits for it.
@@ -277,12 +270,12 @@ class Unit:
         self.settle()
         if self.residency is Residency.GATHERING:
             self._become(Residency.WHOLE)
-        self._leases += 1
+        self.num_leases += 1
         return Lease(self)
 
     def take_back(self, keeps: bool) -> None:
         """A lease ends; see `Lease.give_back`."""
-        self._leases -= 1
+        self.num_leases -= 1
         if keeps and self.residency is Residency.WHOLE:
             self._become(Residency.KEPT)
         self.release_if_unused()
@@ -294,7 +287,7 @@ class Unit:
 
     def release_if_unused(self) -> None:
         """Release the tensors, if nobody holds a lease and the unit does not stay whole."""
-        if self._leases or self.residency in (Residency.RELEASED, Residency.KEPT):
+        if self.num_leases or self.residency in (Residency.RELEASED, Residency.KEPT):
             return
         if self.tenure in (Tenure.OWNED, Tenure.SHARED):
             return  # until its parameters change
@@ -391,7 +384,7 @@ class Unit:
             self.start_gather(parameters)
             if torch_compat.is_profiling():
                 self.settle()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does
-        elif self._leases or self.is_shared:
+        elif self.num_leases or self.is_shared:
             self.settle()
             self._stale += [p for p in parameters if p not in self._stale]
             if self.residency is not Residency.RELEASED:

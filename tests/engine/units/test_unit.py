@@ -73,11 +73,11 @@ def test_units_that_backward_needs_first_stay_whole_within_the_budget(case: tupl
         loss = square_loss(twins.model, twins.own())
         kept = units[_NUM_UNITS - num_kept :]
         assert [unit.residency is Residency.KEPT for unit in units] == [unit in kept for unit in units]
-        assert [unit.is_leased for unit in units] == [False] * _NUM_UNITS
+        assert [unit.num_leases for unit in units] == [0] * _NUM_UNITS
         if stage == 3:
             assert memory.bytes == sum(unit.buffer_nbytes for unit in kept)
         loss.backward()
-        assert [unit.residency is Residency.KEPT or unit.is_leased for unit in units] == [False] * _NUM_UNITS
+        assert not any(unit.residency is Residency.KEPT or unit.num_leases for unit in units)
         if stage == 3:
             assert memory.bytes == 0
             assert all(unit._storage.nbytes() == 0 for unit in units)
