@@ -64,6 +64,12 @@ def test_every_key_of_the_configuration_is_explained() -> None:
     assert not [field.name for field in fields(ZeroConfig) if f"`{field.name}`" not in table]
 
 
+def test_the_way_in_stays_short() -> None:
+    text = (_ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert len(text.splitlines()) <= 150
+
+
 def test_every_public_name_is_on_its_page() -> None:
     assert (_GUIDE / "api.md").read_text() == page(), "run python -m tests.guide.api"
 
