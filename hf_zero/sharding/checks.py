@@ -88,7 +88,7 @@ def check_quantised(model: nn.Module, world: World) -> None:
     if cuts and not is_known and (own or getattr(model, "is_quantized", False)):
         raise PartitionError(
             f"{name} is quantised ({_kind_of(model, own)}), and of quantised weights stage 3 can cut bitsandbytes' 4-bit ones "
-            "only: use those, or stage 2, which leaves quantised weights whole on every rank; or load it unquantised"
+            "only: use those, or stage 2 (or 1), which leaves quantised weights whole; or load it unquantised"
         )
     sums = [sum(int(part.view(torch.uint8).sum()) for part in plain_parts(param)) for _, param in own]
     for rank, others in enumerate(world.everyone.agree(sums, "quantised weights") if own else ()):
