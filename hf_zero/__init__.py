@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hf_zero.sharding.shard_model import mark_dirty as mark_dirty
     from hf_zero.sharding.shard_model import shard_model as shard_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported at first use, so that importing hf_zero does not import torch (PEP 562).
 _HOME = {

@@ -278,7 +278,7 @@ def verify(folder: Path, world: World | None) -> Manifest:
     with world.together("reading a checkpoint", CheckpointError):
         if world.is_first_on_host and read_text(folder) != text:
             raise CheckpointError(
-                f"{folder} is another checkpoint on this host than on that of rank 0: {MANIFEST} differs"
+                f"{folder} is another checkpoint on this host than on that of rank 0: copy it from there ({MANIFEST} differs)"
             )
         manifest = read_manifest(folder, text)
     with world.together("verifying a checkpoint", CheckpointError):
@@ -330,5 +330,8 @@ def newest(folder: Path, key: Callable[[Path], int | None], world: World) -> tup
     """
     path, manifest, skipped = latest(folder, key, world)
     if path is None or manifest is None:
-        raise CheckpointError(f"no valid checkpoint in {folder}{': ' if skipped else ''}{'; '.join(skipped)}")
+        found = f" ({'; '.join(skipped)})" if skipped else ""
+        raise CheckpointError(
+            f"no valid checkpoint in {folder}{found}: name another folder, or start anew without resuming"
+        )
     return path, manifest

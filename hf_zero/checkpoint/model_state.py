@@ -87,7 +87,9 @@ def _plan_reading(model: nn.Module, folder: Path) -> tuple[FilePlan, list[str]]:
     problems = match(plan, folder, names)
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{folder} is of another model: {'; '.join(problems[:3])}{more}")
+        raise CheckpointError(
+            f"{folder} is of another model: {'; '.join(problems[:3])}{more}. Load it into the model that was saved"
+        )
     return plan, names
 
 
@@ -100,7 +102,9 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         if not is_stored(folder / "model.safetensors"):
-            raise CheckpointError(f"{folder} has no model.safetensors and no {index.name}")
+            raise CheckpointError(
+                f"{folder} has no model.safetensors and no {index.name}: name a folder that save_pretrained or a save wrote"
+            )
         return ["model.safetensors"]
     check_name(folder, index.name)
     try:

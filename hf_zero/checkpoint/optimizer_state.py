@@ -49,8 +49,8 @@ def _named_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[li
         strange = [tuple(param.shape) for param in group["params"] if id(param) not in names]
         if strange:
             raise CheckpointError(
-                f"group {number} of the optimizer holds a parameter of shape {strange[0]} that is not the model's: its "
-                "state has no name to be saved under"
+                f"group {number} of the optimizer holds a parameter of shape {strange[0]} that is not the model's, so "
+                "its state cannot be saved: make the optimizer on the parameters of this model"
             )
         groups.append([names[id(param)] for param in group["params"]])
     return groups
@@ -250,7 +250,8 @@ def read_state(folder: Path, prefix: str) -> SavedState:
     for path in (tensors, numbers):
         if not is_stored(path):
             raise CheckpointError(
-                f"{path} is missing, so the optimizer cannot go on; to start with a fresh one, load the weights alone"
+                f"{path} is missing, so the optimizer cannot go on: take an older checkpoint, or start anew from the "
+                "weights alone"
             )
     try:
         text = numbers.read_text()
@@ -285,7 +286,10 @@ class LoadedState:
     def _check(self, path: Path) -> None:
         kind = type(_inner(self._optimizer)).__name__
         if self._content["optimizer"] != kind:
-            raise CheckpointError(f"{path} is the state of {self._content['optimizer']}, but this is {kind}")
+            raise CheckpointError(
+                f"{path} is the state of {self._content['optimizer']}, but this is {kind}: resume with the same one, or start "
+                "anew from the weights alone"
+            )
         saved, ours = (
             [group["params"] for group in self._content["groups"]],
             _named_groups(self._optimizer, self._model),
@@ -295,7 +299,8 @@ class LoadedState:
             if left != right:
                 other = sorted(set(left) ^ set(right)) or ["their order"]
                 raise CheckpointError(
-                    f"{path}: group {number} holds other parameters than this optimizer's: {other[0]}"
+                    f"{path}: group {number} holds other parameters than this optimizer's: {other[0]}. Make the groups, and "
+                    "freeze parameters, as in the run that saved it"
                 )
         known: dict[str, Tensor] = {tensor.name: torch.empty(0, device="cpu") for tensor in self.file.tensors}
         for values in (*(group["options"] for group in self._content["groups"]), *self._content["numbers"].values()):

@@ -31,6 +31,7 @@ def draw(shape: ModelShape, rows: list[Row], path: Path) -> None:
         heights = [getattr(row.holding, kind) / 2**30 for row in rows]
         axes.bar([row.name.replace(", ", "\n") for row in rows], heights, bottom=bottoms, label=kind, color=colour)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.set_ylim(0, 1.06 * max(bottoms))
     axes.set_ylabel("GiB a rank")
     axes.set_title(f"{shape.name}, {shape.numel / 1e9:.2f} B parameters, {rows[0].setting.num_ranks} ranks")
     axes.legend()

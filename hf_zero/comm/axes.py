@@ -191,7 +191,7 @@ def _agree_on(config: ZeroConfig, everyone: Collectives) -> None:
         if other:
             raise ConfigError(
                 f"rank {everyone.ranks[rank]} has another configuration than rank {everyone.ranks[everyone.rank]}: "
-                f"{other} differ"
+                f"{other} differ. Start all ranks with the same file and arguments"
             )
 
 
@@ -229,7 +229,8 @@ def _nearby(cut: Collectives, config: ZeroConfig, device: torch.device, ledger: 
         return AloneCollectives(cut.ranks[cut.rank], device, ledger)
     if cut.num_ranks % size:
         raise ConfigError(
-            f"wire.secondary is {size}, which does not divide the {cut.num_ranks} ranks that parameters are cut over"
+            f"wire.secondary is {size}, which does not divide the {cut.num_ranks} ranks that parameters are cut over: give "
+            "the number of ranks on a host"
         )
     first = cut.rank // size * size
     nearby = make("native" if cut.name == "native" else plain_choice(device), cut.ranks[first : first + size])

@@ -150,7 +150,9 @@ def cells_of(mesh: DeviceMesh | None, tensor_size: int) -> list[list[Cell]]:
         )
     ranks = mesh.mesh if has_tensor_axis else mesh.mesh.unsqueeze(-1)
     if tensor_size not in (1, ranks.shape[-1]):
-        raise ConfigError(f"tp_size is {tensor_size}, but the mesh has {ranks.shape[-1]} ranks on its last axis, 'tp'")
+        raise ConfigError(
+            f"tp_size is {tensor_size}, but the mesh has {ranks.shape[-1]} ranks on its last axis, 'tp': leave tp_size out"
+        )
     rows = ranks.reshape(-1, *ranks.shape[-2:]).tolist()
     if not any(dist.get_rank() in cell for row in rows for cell in row):
         raise UsageError(f"rank {dist.get_rank()} is not in the mesh over ranks {rows}: only its ranks call this")

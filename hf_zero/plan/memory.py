@@ -41,7 +41,9 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.num_ranks % self.config.replicate:
-            raise ConfigError(f"replicate is {self.config.replicate}, which does not divide {self.num_ranks} ranks")
+            raise ConfigError(
+                f"replicate is {self.config.replicate}, which does not divide {self.num_ranks} ranks: give a number that does"
+            )
 
     @property
     def num_shards(self) -> int:

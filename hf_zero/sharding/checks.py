@@ -88,9 +88,7 @@ def check_quantised(model: nn.Module, world: World) -> None:
     if cuts and not is_known and (own or getattr(model, "is_quantized", False)):
         raise PartitionError(
             f"{name} is quantised ({_kind_of(model, own)}), and of quantised weights stage 3 can cut bitsandbytes' 4-bit ones "
-            "only: use those, or "
-            "stage 2 (or 1), which leaves all of them whole on every rank and partitions the gradients and optimizer states "
-            "of the others; or load it unquantised"
+            "only: use those, or stage 2 (or 1), which leaves quantised weights whole; or load it unquantised"
         )
     sums = [sum(int(part.view(torch.uint8).sum()) for part in plain_parts(param)) for _, param in own]
     for rank, others in enumerate(world.everyone.agree(sums, "quantised weights") if own else ()):
@@ -122,10 +120,9 @@ def refuse_whole_for_a_while(model: nn.Module) -> None:
         if type(found.param) is Tensor:  # what the engine puts there has another type
             name = found.names[0].rpartition(".")[-1]
             raise UsageError(
-                f"{found.names[0]!r} of {type(model).__name__} is no parameter, but a tensor that was computed and put into "
-                f"`module._parameters`: there are only parameters in a partitioned model. Assign it as an attribute (`del "
-                f"module._parameters[{name!r}]` once, before shard_model; then `module.{name} = computed` in each forward), or "
-                "use torch.nn.utils.parametrize"
+                f"{found.names[0]!r} of {type(model).__name__} is no parameter, but a tensor in `module._parameters`. Make it "
+                f"an attribute (`del module._parameters[{name!r}]` once, before shard_model; `module.{name} = computed` in "
+                "each forward), or use torch.nn.utils.parametrize"
             )
         if not isinstance(found.param, nn.Parameter):
             raise UsageError(
@@ -171,7 +168,9 @@ def agree_on_model(model: nn.Module, world: World) -> None:
         return
     counts = [count for count, _ in heads]
     if len(set(counts)) > 1:
-        raise PartitionError(f"the ranks' models differ: they have {counts} parameters, by rank")
+        raise PartitionError(
+            f"the ranks' models differ: they have {counts} parameters, by rank; make or load the same on all"
+        )
     rows = world.everyone.agree(prints, "the parameters of shard_model")
     position = next(i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
     raise PartitionError(

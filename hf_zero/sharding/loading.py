@@ -301,7 +301,9 @@ class LoadSeam:
             if error is not None:
                 raise error  # as transformers has raised it; ranks that found nothing wrong must not go on alone
             if failed:
-                raise PartitionError(f"the model could not be loaded on ranks {failed}, whose files may be others")
+                raise PartitionError(
+                    f"the model could not be loaded on ranks {failed}: see the error there, and give all ranks the same files"
+                )
         with cutter.paused():
             self._on_loaded(model)
         return result

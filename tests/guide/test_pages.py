@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 from dataclasses import fields
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import hf_zero
 from hf_zero.cli import trace
 from hf_zero.cli.main import _parser
 from hf_zero.config.zero_config import ZeroConfig
@@ -39,9 +41,33 @@ def test_errors_in_the_table_are_errors_of_the_package() -> None:
     assert not [piece for piece in looked_for if piece not in sources]
 
 
+def test_no_error_is_longer_than_three_lines() -> None:
+    errors = {name for name in hf_zero.__all__ if name.endswith("Error")}
+    texts = []
+    for path in (_ROOT / "hf_zero").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in errors and node.args:
+                texts.append(_as_shown(node.args[0]))
+    assert len(texts) > 300
+    assert not [text for text in texts if len(text) > 3 * 110]
+
+
+def _as_shown(node: ast.expr) -> str:
+    """The text of a message, with a short word for each of its values."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_as_shown, node.values))
+    return str(node.value) if isinstance(node, ast.Constant) else "a value"
+
+
 def test_every_key_of_the_configuration_is_explained() -> None:
     table = (_GUIDE / "configuration.md").read_text()
     assert not [field.name for field in fields(ZeroConfig) if f"`{field.name}`" not in table]
+
+
+def test_the_way_in_stays_short() -> None:
+    text = (_ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert len(text.splitlines()) <= 150
 
 
 def test_every_public_name_is_on_its_page() -> None:

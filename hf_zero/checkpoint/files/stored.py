@@ -86,7 +86,9 @@ class StoredFile:
                     break
                 view, offset = view[count:], offset + count
         if view:
-            raise CheckpointError(f"{self.path} ends at byte {offset}: it is truncated")
+            raise CheckpointError(
+                f"{self.path} ends at byte {offset}: it is truncated; take an older checkpoint, or copy it again"
+            )
 
     def _fd(self, path: Path) -> int:
         if path not in self._opened:
@@ -115,16 +117,18 @@ def _stretches(path: Path) -> list[Stretch]:
             )
         return [Stretch(path, 0, path.stat().st_size)]
     if not parts:
-        raise CheckpointError(f"{path} is missing")
+        raise CheckpointError(f"{path} is missing: take another checkpoint, or copy it here")
     last = _PART.fullmatch(parts[-1].name)
     assert last is not None
     count, found, start = int(last["count"]), list[Stretch](), 0
     for number in range(count):
         part = path.parent / part_name(path.name, number, count)
         if part not in parts:
-            raise CheckpointError(f"{part} is missing")
+            raise CheckpointError(f"{part} is missing: copy it here from the host that wrote it")
         found.append(Stretch(part, start, start + part.stat().st_size))
         start = found[-1].stop
     if len(parts) != count:
-        raise CheckpointError(f"{path}: its parts belong to two files, as {parts[0].name} and {parts[-1].name}")
+        raise CheckpointError(
+            f"{path}: its parts belong to two files, as {parts[0].name} and {parts[-1].name}: remove the older"
+        )
     return found

@@ -98,7 +98,9 @@ def look_at(folder: Path, *, verifies: bool = True) -> Contents:
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     names = list(dict.fromkeys(whole for name in sizes if (whole := whole_name(name)).endswith(".safetensors")))
     if not names and MANIFEST not in sizes:
-        raise CheckpointError(f"{folder} has neither safetensors files nor a {MANIFEST}")
+        raise CheckpointError(
+            f"{folder} has neither safetensors files nor a {MANIFEST}: name a checkpoint, like out/checkpoint-500"
+        )
     verdict = check(folder, sums=verifies) if MANIFEST in sizes else Verdict(folder, None, ())
     problems = list(verdict.problems)
     files = {name: _noting(problems, functools.partial(read_layout, folder / name)) for name in names}

@@ -138,7 +138,7 @@ TOP_RULES = {
     "quantize_training": Rule("refused", "quantised training is not supported; remove it", (False,), "enabled"),
     "seq_parallel_communication_data_type": Rule("kept", "there is no sequence parallelism"),
     "seq_parallel_comm_data_type": Rule("kept", "there is no sequence parallelism"),
-    "sequence_parallel_size": Rule("refused", "sequence parallelism is not supported; remove it", (1,), type="number"),
+    "sequence_parallel_size": Rule("refused", "remove it, and set sp_size instead", (1,), type="number"),
     "sparse_attention": Rule("refused", "it changes the model; remove it"),
     "sparse_gradients": _flag("differs", "gradients are exchanged dense"),
     "steps_per_print": Rule("differs", _TRAINER_LOGS),

@@ -271,7 +271,7 @@ class Reducer:
         if not reports.are_alike("sequence_hash"):
             raise CollectiveError(
                 "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
-                "in stage 3 every rank must call the same units in the same order"
+                "in stage 3 every rank must call the same modules in the same order. Look for one that only some ranks call"
             )
         return reports
 

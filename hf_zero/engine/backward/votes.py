@@ -59,7 +59,8 @@ class Report:
             counts = [count for (count,) in ranks.agree([self.num_steps], "the number of steps")]
             raise CollectiveError(
                 f"the ranks have taken different numbers of optimizer steps ({counts}, by rank), so the gradients of different "
-                "steps have met: on some rank a backward reached no trainable parameter, or did not run"
+                "steps have met: on some rank a backward reached no trainable parameter, or did not run. Run one "
+                "on all ranks before each step"
             )
         if not reports.are_alike("trained"):
             raise PartitionError(

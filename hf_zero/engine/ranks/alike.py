@@ -52,8 +52,8 @@ class SameInputs:
             if len({value for (value,) in found[first : first + size]}) > 1:
                 raise UsageError(
                     f"ranks {list(ranks[first : first + size])} share {what}, but the inputs of the model "
-                    "differ between them: they must see the same batch, as from a loader that the Trainer or accelerate "
-                    "has prepared; in a loop of your own, choose batches by engine.world.batch_rank"
+                    "differ between them: give them the same batch, from a loader that the Trainer or accelerate has "
+                    "prepared, or in a loop of your own by engine.world.batch_rank"
                 )
 
 
@@ -97,9 +97,9 @@ class SameGradients:
         first = max(index for (index,) in found)
         if first >= 0:
             raise UsageError(
-                f"the gradients of {whole[first][0]!r} differ between ranks that share its layer (tp_size), so these would "
-                "drift apart: the ranks must see the same batches and draw the same random numbers (dropout), and the "
-                "model's own plan for tensor parallelism must be complete, which it is not for every model of transformers"
+                f"the gradients of {whole[first][0]!r} differ between ranks that share its layer (tp_size): give these "
+                "the same batches and random numbers (dropout). If they have them, the model's plan for tensor parallelism "
+                "is not complete: leave tp_size out"
             )
 
 

@@ -33,8 +33,8 @@ def check_written(written: Sequence[Written]) -> None:
         if p.is_sharded and (is_in_graph or not unit.has_exact_wholes or not is_safe_to_keep(whole)):
             raise UsageError(
                 f"parameter {p.name!r} was changed in place inside its module's forward in a way that cannot be kept: write "
-                "under `torch.no_grad()` by a method of the parameter itself (`weight.copy_()`), or through its `.data`; not "
-                "where gathers are compressed or a tensor axis cuts it; or change it between forwards"
+                "under `torch.no_grad()` by its own method (`weight.copy_()`) or through its `.data` (not with wire or "
+                "tp_size), or change it between forwards"
             )
 
 
@@ -60,9 +60,9 @@ def check_same_on_all_ranks(written: Sequence[Written], world: World) -> None:
     found = world.everyone.agree([zlib.crc32(names.encode(), values)], f"what a forward wrote into {names}")
     if len({value for (value,) in found}) > 1:
         raise UsageError(
-            f"the ranks have written different values into {names} during a forward, so none of them has the whole: write the "
-            "same on all ranks (average what comes of a rank's own batch first, as with torch.distributed.all_reduce; "
-            "nn.Embedding: without max_norm), or keep such values in a buffer"
+            f"the ranks have written different values into {names} during a forward: write the same on all ranks (average "
+            "what comes from a rank's own batch with torch.distributed.all_reduce; nn.Embedding: without max_norm), or keep "
+            "such values in a buffer"
         )
 
 

@@ -347,7 +347,9 @@ def _read_small(path: Path, kwargs: Mapping[str, Any]) -> Any:
     try:
         return load(path, **kwargs)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: fewer objects were prepared when the state was saved") from None
+        raise CheckpointError(
+            f"{path} is missing: fewer objects were prepared when the state was saved; prepare the same ones, in the same order"
+        ) from None
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
@@ -374,11 +376,16 @@ def _plan_reading(model: nn.Module, index: int, folder: Path) -> tuple[FilePlan,
         plan = plan_weights(model, index, Path(scratch), {})
     names = [weights_name(index)] if index else weight_files(folder)
     if index and not is_stored(folder / names[0]):
-        raise CheckpointError(f"{folder / names[0]} is missing: fewer models were prepared when the state was saved")
+        raise CheckpointError(
+            f"{folder / names[0]} is missing: fewer models were prepared when the state was saved; prepare the same ones"
+        )
     problems = match(plan, folder, names)
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{', '.join(names)} of {folder}: of another model: {'; '.join(problems[:3])}{more}")
+        raise CheckpointError(
+            f"{', '.join(names)} of {folder}: of another model: {'; '.join(problems[:3])}{more}. Prepare "
+            "the model that was saved"
+        )
     return plan, names
 
 

@@ -38,7 +38,7 @@ def resume_or_start(accelerator: Any, folder: str | os.PathLike[str]) -> Path | 
     path, manifest, skipped = latest(place, _saved_at, world)
     if path is None or manifest is None:
         if skipped:
-            raise CheckpointError(f"no state in {place} is whole: {'; '.join(skipped)}")
+            raise CheckpointError(f"no state in {place} is whole: {'; '.join(skipped)}. Remove them to start anew")
         return None
     load_state(accelerator, path, False, {})
     progress.note_resumed(manifest.step)

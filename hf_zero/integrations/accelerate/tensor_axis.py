@@ -48,11 +48,13 @@ def with_axes(config: ZeroConfig, given: ParallelismConfig | None) -> ZeroConfig
     for name in _SEE_ONE_BATCH:
         wanted, found = getattr(given, name), getattr(config, name)
         if wanted > 1 and found not in (1, wanted):
-            raise ConfigError(f"{name} is {found} in zero, but {wanted} in the ParallelismConfig")
+            raise ConfigError(
+                f"{name} is {found} in zero, but {wanted} in the ParallelismConfig: leave one of them out"
+            )
     if config.replicate not in (1, given.dp_replicate_size):
         raise ConfigError(
             f"replicate is {config.replicate} in zero, but dp_replicate_size is {given.dp_replicate_size} in the "
-            "ParallelismConfig"
+            "ParallelismConfig: leave one of them out"
         )
     sizes = {name: max(getattr(config, name), getattr(given, name)) for name in _SEE_ONE_BATCH}
     if given.cp_size > 1 and given.cp_handler.cp_comm_strategy == "alltoall":
@@ -111,7 +113,8 @@ def also_on_cpus() -> Iterator[None]:
             original(self, accelerator)
         elif self.total_size != accelerator.num_processes:
             raise ConfigError(
-                f"the axes of the ParallelismConfig have {self.total_size} ranks, but {accelerator.num_processes} processes run"
+                f"the axes of the ParallelismConfig have {self.total_size} ranks, but {accelerator.num_processes} processes "
+                "run: start as many, or change its sizes"
             )
 
     with Changes() as changes:

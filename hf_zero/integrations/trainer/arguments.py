@@ -150,7 +150,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
             args.use_cpu = True  # else transformers refuses bf16
     elif args.deepspeed and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "DeepSpeed is not installed, but its file can be used here: zero takes what deepspeed was given"
+            "DeepSpeed is not installed, but its file can be used here: write zero= in the place of deepspeed="
         )
     make()
     if config is None:
@@ -185,7 +185,9 @@ def _take_over(args: TrainingArguments, values: Mapping[str, Any]) -> None:
             continue
         mine = getattr(args, name)
         if mine not in (defaults[name], value):
-            raise ConfigError(f"{name} is {value!r} in the DeepSpeed configuration but {mine!r} in the arguments")
+            raise ConfigError(
+                f"{name} is {value!r} in the DeepSpeed configuration but {mine!r} in the arguments: change one of them"
+            )
         setattr(args, name, value)
 
 
@@ -207,7 +209,9 @@ def _with_axes(config: ZeroConfig, args: TrainingArguments) -> ZeroConfig:
         wanted = getattr(args, name, 1)
         if wanted > 1:
             if getattr(config, name) not in (1, wanted):
-                raise ConfigError(f"{name} is {getattr(config, name)} in zero, but {wanted} in the arguments")
+                raise ConfigError(
+                    f"{name} is {getattr(config, name)} in zero, but {wanted} in the arguments: leave one of them out"
+                )
             config = config.replace(**{name: wanted})
     config = with_axes(config, asked_for(args.parallelism_config))
     if ranks_of_a_batch(config) == 1:
@@ -234,7 +238,9 @@ def _check_sequences(config: ZeroConfig, args: TrainingArguments, key: str) -> N
             f"the Trainer deals out batches by one axis: use tp_size or {key}; a loop of your own may have both"
         )
     if args.label_smoothing_factor:
-        raise ConfigError(f"label_smoothing_factor needs the logits of whole sequences, which no rank has with {key}")
+        raise ConfigError(
+            f"label_smoothing_factor needs the logits of whole sequences, which no rank has with {key}: leave one of them out"
+        )
 
 
 def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:
@@ -269,7 +275,9 @@ def with_zero(arguments: type[Arguments]) -> type[Arguments]:
     if arguments is TrainingArguments:
         return ZeroTrainingArguments
     if not issubclass(arguments, TrainingArguments):
-        raise UsageError(f"{arguments.__name__} is not derived from transformers.TrainingArguments")
+        raise UsageError(
+            f"with_zero takes a class of arguments: {arguments.__name__} is not derived from TrainingArguments"
+        )
     body = {
         "__doc__": f"`{arguments.__name__}` that also take a ZeRO configuration; see `hf_zero.with_zero`.",
         "__module__": arguments.__module__,
