@@ -411,7 +411,7 @@ class _Run:
         self.may_keep_units = self.may_keep_units or not is_plain
         if not self.may_keep_units:
             assert all(engine.memory.bytes == 0 for engine in self.engines)
-        if not (is_plain and op.forwards == 1 and config.get("reshard_after_forward", True) is not False):
+        if not (is_plain and op.forwards == 1 and config.get("reshard_after_forward")):
             return
         if config["collectives"] == "host":
             return  # nothing is gathered: the whole parameters lie in memory that the ranks share
