@@ -211,7 +211,7 @@ def gathered(config: dict[str, Any], is_checkpointed: bool = False) -> Gathered:
     if is_checkpointed:
         for block in model.blocks:
             _checkpoint(block)
-    engine = hf_zero.shard_model(model, {"stage": 3, **config})
+    engine = hf_zero.shard_model(model, {"stage": 3, "reshard_after_forward": True, **config})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     peaks = []
     for step in range(5):

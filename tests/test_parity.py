@@ -455,6 +455,16 @@ def test_memory_and_traffic_settings_do_not_change_the_bits() -> None:
     check("llama", Recipe(), 2, lambda _: EQUAL, [{"stage": 3, **setting} for setting in settings])
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_units_that_stay_for_the_backward_do_not_change_the_bits(num_ranks: int) -> None:
+    configs = [
+        {"stage": 3, "reshard_after_forward": kept, "prefetch_bytes": 0, "collectives": collectives}
+        for kept in (True, "20KB", False, "auto")
+        for collectives in ("native", "pairwise")
+    ]
+    check("llama", Recipe(), num_ranks, lambda _: EQUAL if num_ranks == 2 else TOLERANCE, configs)
+
+
 def test_every_way_to_reduce_has_the_bits_of_one_process() -> None:
     # The model has rows that do not divide, and parameters that one rank or none has used.
     configs = [

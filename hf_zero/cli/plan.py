@@ -272,7 +272,8 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace, clock: t
         )
     lines.append(
         "Parameters count with the whole copies that stages 0 to 2 compute with; gathered: what stage 3 has whole at once.\n"
-        "The peak is the backward's; a device's own context is not in it."
+        "The peak is the backward's; a device's own context is not in it. Where memory is left, stage 3 keeps units whole for\n"
+        "the backward, and receives up to a third less (`reshard_after_forward: auto`): that is not counted."
     )
     lines += [clock.told()] if clock else []
     return lines

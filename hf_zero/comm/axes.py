@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_zero.comm import torch_groups
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.devices import device_number
 from hf_zero.comm.groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default_group, grid_over
 from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.ledger import Ledger
@@ -68,6 +69,7 @@ class Axes:
         cells: of the holders: their ranks by shard and along the tensor axis.
         num_hosts: that the ranks run on.
         is_first_on_host: whether no rank before this one runs on its host.
+        num_sharing_memory: ranks that share this one's memory: on one device, or, of those on CPUs, on one host.
     """
 
     shards: Collectives
@@ -86,6 +88,7 @@ class Axes:
     cells: tuple[Cell, ...] = ()
     num_hosts: int = 1
     is_first_on_host: bool = True
+    num_sharing_memory: int = 1
 
     @classmethod
     def connect(cls, config: ZeroConfig, device: torch.device, mesh: DeviceMesh | None, ledger: Ledger) -> Axes:
@@ -138,10 +141,12 @@ class Axes:
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
             grid = _grid(mesh, replicas, device, config.limit_s)
-        hosts = [number for (number,) in everyone.agree([host_number()], "the number of hosts")]
+        places = everyone.agree([host_number(), device_number(device)], "the number of hosts")
+        hosts = [host for host, _ in places]
         is_first = hosts.index(hosts[everyone.rank]) == everyone.rank
+        num_sharing = places.count(places[everyone.rank])
         others = (holders, everyone, nearby, *by_sequence, *by_experts)
-        return cls(cut, same_rows, data, tensor, *others, grid, cells, len(set(hosts)), is_first)
+        return cls(cut, same_rows, data, tensor, *others, grid, cells, len(set(hosts)), is_first, num_sharing)
 
     @staticmethod
     def of_one(device: torch.device, ledger: Ledger) -> Axes:

@@ -72,8 +72,8 @@ def positive(key: str, value: object, *, or_zero: bool = False) -> float:
     return float(number)
 
 
-def num_bytes(key: str, value: object, *, minimum: int) -> int:
-    """A number of bytes, or a string with a unit."""
+def num_bytes(key: str, value: object, *, minimum: int, words: str = "") -> int:
+    """A number of bytes, or a string with a unit; `words` may stand there, too."""
     match = _BYTE_SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     unit = (match[2] or "").lower() if match else ""
     number = _as_number(match[1] if match else value)
@@ -82,7 +82,11 @@ def num_bytes(key: str, value: object, *, minimum: int) -> int:
     elif number is not None and number != int(number):
         number = None
     if number is None or not minimum <= number <= _LARGEST:
-        fail(key, value, f'is not a number of bytes; use a number of at least {minimum}, "64MiB", "1GiB" or "500MB"')
+        fail(
+            key,
+            value,
+            f'is not a number of bytes; use {words}a number of at least {minimum}, "64MiB", "1GiB" or "500MB"',
+        )
     return int(number)
 
 
@@ -110,7 +114,7 @@ def boolean_or_bytes(key: str, value: object) -> bool | int | str:
     """True, False, "auto", or a number of bytes above 0."""
     if isinstance(value, bool) or value == "auto":
         return value
-    return num_bytes(key, value, minimum=1)
+    return num_bytes(key, value, minimum=1, words="true, false, auto, ")
 
 
 def block(key: str, value: Mapping[Any, Any], names: Iterable[str]) -> Mapping[str, Any]:

@@ -54,8 +54,8 @@ class ZeroConfig:
         units: the sets of parameters that are gathered together.
         keep_whole_numel: a parameter of at most this many elements stays whole on every rank, in stage 3 and in the
             optimizer shard. 0: none does.
-        prefetch_bytes: bytes of parameters gathered ahead of their use, or kept at the end of a forward because the
-            backward uses them first; one unit at least, whatever its size. 0: none.
+        prefetch_bytes: bytes of parameters gathered ahead of their use; one unit at least, whatever its size. What a forward
+            ends with is ahead of the backward's use already, and stays. 0: none.
         bucket_bytes: bytes of whole gradients being reduced at once; `pairwise` receives the rows of larger ones in
             rounds of at most this size.
         compute_dtype: dtype that modules compute in; "auto": the parameter's own, or that of the Trainer's bf16 or fp16 flag
@@ -76,8 +76,11 @@ class ZeroConfig:
             (`init_process_group(timeout=...)`, the Trainer's `ddp_timeout`), if that is longer.
         reduce_scatter: how each rank gets the sum of its own rows of a gradient. True reduce-scatters, False all-reduces
             whole gradients and keeps the rank's rows, "to_owner" reduces each rank's rows to it, with one reduce per rank.
-        reshard_after_forward: False keeps a unit's parameters whole from its forward to the end of its backward
-            (stage 3 only). This saves one gather, and takes the memory of all parameters.
+        reshard_after_forward: whether a unit's whole parameters are released when its forward ends, and gathered again for its
+            backward (stage 3 only). True does so. False keeps them in between, which saves one gather of three exchanges, and
+            takes the memory of all parameters. A number of bytes keeps so many of them, from the model's end backwards. "auto"
+            keeps as many as half of the memory that is free at the peak holds, on the rank that has least, once a whole step
+            has run; see `hf_zero.engine.units.keeping`.
         gather_for_generation: whether `generate` gathers parameters once for the whole call, not for every token (stage 3
             only): True, False, the bytes that they may take, or "auto", half of what is free on the rank that has least.
         replicate: replicas of the model ("hybrid"): parameters are cut over the ranks of one replica only, so that rows never
@@ -125,7 +128,7 @@ class ZeroConfig:
     collectives: Literal["auto", "native", "pairwise", "host"] = "auto"
     timeout_s: float | Literal["auto"] = "auto"
     reduce_scatter: bool | Literal["to_owner"] = True
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int | Literal["auto"] = "auto"
     gather_for_generation: bool | int | Literal["auto"] = "auto"
     replicate: int = 1
     tp_size: int = 1
@@ -147,10 +150,11 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         for key, check in _CHECKS.items():
             object.__setattr__(self, key, check(key, getattr(self, key)))
-        if not self.reshard_after_forward and not self.policy.shards_parameters:
+        is_usual = self.reshard_after_forward is True or self.reshard_after_forward == "auto"
+        if not is_usual and not self.policy.shards_parameters:
             values.fail(
                 "reshard_after_forward",
-                False,
+                self.reshard_after_forward,
                 f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
             )
         check_sizes(self)
@@ -338,7 +342,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "collectives": values.collectives,
     "timeout_s": values.seconds_or_auto,
     "reduce_scatter": values.reduce_scatter,
-    "reshard_after_forward": values.boolean,
+    "reshard_after_forward": values.boolean_or_bytes,
     "gather_for_generation": values.boolean_or_bytes,
     "replicate": partial(values.count, minimum=1),
     "tp_size": partial(values.count, minimum=1),

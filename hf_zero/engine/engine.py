@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -35,6 +36,7 @@ from hf_zero.engine.units.as_partitioned import AsPartitioned
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, group, roots_of
+from hf_zero.engine.units.keeping import note_failure
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, tensors_in
 from hf_zero.engine.units.served import ServedParameters
@@ -151,7 +153,7 @@ class ZeroEngine:
         for key, (module, units) in by_entry.items():
             entry = Entry(module, units)
             self.backward.entries.append(entry)
-            hooks = ModuleHooks(entry, module, self.backward, self.world.config.reshard_after_forward)
+            hooks = ModuleHooks(entry, module, self.backward)
             self._hooks_of[key] = hooks
             self._handles += hooks.handles
         self.gathering.expect_units()
@@ -196,11 +198,6 @@ class ZeroEngine:
     def memory(self) -> GatheredMemory:
         """Counts the bytes of gathered units."""
         return self.gathering.memory
-
-    @property
-    def kept_for_backward(self) -> set[int]:
-        """Numbers of the units that stay whole from a forward to its backward, the same on every rank."""
-        return self.gathering.kept_for_backward
 
     @property
     def model(self) -> nn.Module | None:
@@ -280,6 +277,7 @@ class ZeroEngine:
         self.gathering.end_reads(has_raised(output))
         self.gathering.end_forward()
         if output is None:
+            note_failure(sys.exc_info()[1])
             self.gathering.schedule.abandon()
         else:
             self.gathering.schedule.end()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision
+from hf_zero.engine.units.keeping import Candidate, asked_bytes, choose
+from hf_zero.engine.units.keeping import Kept as KeptUnits
 from hf_zero.errors import ConfigError
 from hf_zero.layout import RowLayout, place
 from hf_zero.plan.activations import NOTHING, Kept
@@ -59,7 +61,8 @@ class Holding:
         parameters: at rest, with the whole copies that stages 0 to 2 compute with.
         gradients: all of them, between micro-batches.
         optimizer: states.
-        gathered: the most that is whole at a time beyond `parameters` (stage 3), with what is gathered ahead.
+        gathered: the most that is whole at a time beyond `parameters` (stage 3), with what is gathered ahead, and with what
+            `reshard_after_forward` keeps for the backward, if it says how much ("auto" takes only what is left free).
         buffers: of the model.
         activations: kept for the backward.
         in_replica, between_replicas: received in a step.
@@ -130,8 +133,8 @@ def placed_of(model: ModelShape, setting: Setting, rank: int = 0) -> list[list[P
     """The parameters of each unit as a rank holds them."""
     config, ranks = setting.config, setting.num_shards
     precision = Precision.from_config(config)
-    found = []
-    for unit in model.units:
+    found, kept = [], kept_units(model, setting)
+    for index, unit in enumerate(model.units):
         placed = []
         layouts = [_layout(param, config, ranks) for param in unit.parameters]
         is_shared = config.collectives == "host" and any(layout.num_ranks > 1 for layout in layouts)
@@ -150,7 +153,7 @@ def placed_of(model: ModelShape, setting: Setting, rank: int = 0) -> list[list[P
                     param.trains,
                     is_shared,
                     unit.uses,
-                    False,
+                    unit.uses.num_gathers(index, kept),
                     config.wire.gather,
                 )
             )
@@ -165,12 +168,28 @@ def _gathers(setting: Setting) -> bool:
     return config.policy.shards_parameters and comes_and_goes and config.collectives != "host"
 
 
+def kept_units(model: ModelShape, setting: Setting) -> KeptUnits:
+    """Numbers of the units that stay whole from a forward to its backward."""
+    if not _gathers(setting):
+        return KeptUnits()
+    sizes = enumerate(zip(model.units, unit_bytes(model, setting), strict=True))
+    units = [Candidate(index, size, unit.uses.calls > 1 or unit.uses.reads > 0) for index, (unit, size) in sizes]
+    return choose(reversed(units), asked_bytes(setting.config), setting.config.prefetch_bytes)
+
+
 def _gathered_at_once(model: ModelShape, setting: Setting) -> int:
-    """Bytes of the units that are whole at a time, beyond those that stay so."""
+    """Bytes of the units that are whole at a time, beyond those that are so between steps."""
+    if not _gathers(setting):
+        return 0
     sizes, config = unit_bytes(model, setting), setting.config
-    largest = max(sizes, default=0)
+    largest, rest, held = max(sizes, default=0), sum(sizes), 0
     ahead = max(config.prefetch_bytes, largest) if config.prefetch_bytes else 0  # one unit at least
-    return largest + min(ahead, sum(sizes) - largest) if _gathers(setting) else 0
+    most, kept = largest + min(ahead, rest - largest), kept_units(model, setting).by_budget
+    for index, size in enumerate(sizes):  # in a forward; a backward has the same, the other way round
+        rest -= size
+        most = max(most, held + size + min(ahead, rest))
+        held += size if index in kept else 0
+    return most
 
 
 def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) -> int:

@@ -11,7 +11,8 @@ from torch import nn
 from hf_zero.comm import wire
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import GradientDtypes
-from hf_zero.engine.units.call import reads_in_backward
+from hf_zero.engine.units.grouping import reads_in_backward
+from hf_zero.engine.units.keeping import Kept
 from hf_zero.layout import RowLayout
 
 _HOLDS_ONLY = "shared"  # transformers' name for the module whose tied weight others compute with; nobody calls it
@@ -40,6 +41,11 @@ class Uses:
         ]
         return cls(max(len(called), 1), sum(map(reads_in_backward, called)))
 
+    def num_gathers(self, unit: int, kept: Kept) -> int:
+        """How often a step gathers a unit that comes and goes, by its number and what stays for the backward."""
+        in_forward = 1 if unit in kept.by_budget else self.calls
+        return in_forward + self.reads - (self.reads > 0 and unit in kept.all)
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -54,7 +60,7 @@ class Placed:
         trains: whether it gets gradients.
         is_shared: its whole is in memory that the ranks of the host share.
         uses: of its unit.
-        is_kept: it stays whole from the forward to the backward, which need not gather it.
+        num_gathers: of its unit in a step, where it comes and goes.
         gather: the wire format of its gathers.
     """
 
@@ -66,7 +72,7 @@ class Placed:
     trains: bool
     is_shared: bool
     uses: Uses
-    is_kept: bool
+    num_gathers: int
     gather: str
 
     @property
@@ -220,7 +226,7 @@ def _add_gathers(states: ModelStates, p: Placed, ranks: Ranks, stays_whole: bool
         states.parameters += part if ranks.nearby > 1 else 0  # the second copy
         states.sharded += p.row_bytes
         again = part * (ranks.nearby - 1) if ranks.nearby > 1 else once
-        states.gathered += once + again * (p.uses.calls - 1 + (0 if p.is_kept else p.uses.reads))
+        states.gathered += once + again * (p.num_gathers - 1)
     elif p.trains and not p.is_shared:  # what has changed
         states.gathered += once
 

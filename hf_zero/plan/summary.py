@@ -15,6 +15,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.keeping import UNLIMITED
 from hf_zero.plan.states import ModelStates, Placed, Ranks, Uses, add_up
 from hf_zero.tables import aligned
 
@@ -50,7 +51,7 @@ def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks
             p.param.requires_grad,
             p in shared,
             uses[units[p]] if p in units else Uses(),
-            p not in units or units[p].keeps_whole or units[p].index in engine.kept_for_backward,
+            uses[units[p]].num_gathers(units[p].index, engine.gathering.kept) if p in units else 1,
             "float32" if is_quantised(p.param) else world.config.wire.gather,
         )
         for p in parameters
@@ -74,6 +75,9 @@ def summary(engine: ZeroEngine, mixed_precision: str = "no", is_full: bool = Tru
         return _in_full(engine, states, parameters, _dtypes(engine, mixed_precision))
     world = engine.world
     units = f", {len(engine.units)} units of at most {_size(states.largest_unit)}" if engine.units else ""
+    if engine.gathering.budget.is_asked_for and any(unit.comes_and_goes for unit in engine.units):
+        budget, num_kept = engine.gathering.budget, len(engine.gathering.kept.by_budget)
+        units += f", {num_kept} kept for the backward" if budget.is_known else ", kept as memory allows"
     lines = [
         f"hf_zero: stage {world.config.stage}, world size {world.num_ranks}{_axes(world)}, exchange {_exchange(world)}{units}",
         f"parameters: {parameters}; {_dtypes(engine, mixed_precision)}",
@@ -109,6 +113,7 @@ def _in_full(engine: ZeroEngine, states: ModelStates, parameters: str, dtypes: s
         ("a rank: gradients", _mib(states.gradients)),
         ("a rank: optimizer", f"{_mib(states.optimizer)} (two states, as Adam)"),
         ("largest unit", _mib(states.largest_unit)),
+        *_kept(engine),
         ("traffic a step", f"{_mib(states.traffic)} received by a rank (one micro-batch)"),
     ]
     if not config.wire.is_exact:
@@ -125,6 +130,19 @@ def _in_full(engine: ZeroEngine, states: ModelStates, parameters: str, dtypes: s
     if hybrid:
         rows.append(("between hosts", hybrid))
     return "hf_zero\n" + aligned(rows, between="  ", margin="  ")
+
+
+def _kept(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """What stays whole from a forward to its backward, where units come and go."""
+    budget, num_kept = engine.gathering.budget, len(engine.gathering.kept.by_budget)
+    if not budget.is_asked_for or not any(unit.comes_and_goes for unit in engine.units):
+        return []
+    if not budget.is_known:
+        return [("kept for backward", "what memory has room for when a step has run (reshard_after_forward: auto)")]
+    text = f"{num_kept} of {len(engine.units)} units, {_size(budget.kept_bytes)}"
+    if budget.num_bytes != UNLIMITED:
+        text += f"; at most {_size(budget.num_bytes)}" + (", half of what was free" if budget.is_measured else "")
+    return [("kept for backward", text)]
 
 
 def _dtypes(engine: ZeroEngine, mixed_precision: str) -> str:
@@ -232,6 +250,7 @@ def summary_after(engine: ZeroEngine, measured: Measured, is_full: bool = True) 
         )
     states = model_states(engine)
     expected = states.parameters + states.gradients + states.optimizer + states.largest_unit
+    expected += engine.gathering.budget.kept_bytes
     rows = [
         ("", "measured", "expected", ""),
         ("a rank: optimizer", _mib(measured.optimizer), _mib(states.optimizer), "(expected: two states, as Adam)"),

@@ -11,7 +11,7 @@ from hf_zero.trace.timeline import Lane, Span, Timeline
 _MOST = 3  # losses that are told
 _GATHERS, _REDUCTIONS = ("gather",), ("reduce_scatter", "reduce", "all_reduce")
 _ADVICE = {
-    "gathers": "more prefetch_bytes, or reshard_after_forward: false, or wire.gather, if the network is slow",
+    "gathers": "more prefetch_bytes, or reshard_after_forward: false (or a size), or wire.gather, if the network is slow",
     "reductions": "accumulate more micro-batches a step, or wire.reduce, if the network is slow",
     "agreements": "ranks that compute different parts of the model, or parameters read between steps",
     "writes": "reads of parameters between steps",

@@ -79,7 +79,7 @@ def counts_of_training(
     torch.manual_seed(0)
     model: nn.Module = Stack() if model_name == "stack" else make_model(CASES[model_name])
     change(model)
-    engine = hf_zero.shard_model(model, {"prefetch_bytes": 0, **config})
+    engine = hf_zero.shard_model(model, {"prefetch_bytes": 0, "reshard_after_forward": True, **config})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     units = {unit.name: {p.name: tuple(p.param.shape) for p in unit.parameters} for unit in engine.units}
     engine.world.ledger.reset()  # what the start took is not a step's traffic

@@ -172,7 +172,7 @@ def _with_second_copy(secondary: int, exchange: str, formats: dict[str, str]) ->
     model = make_model(case)
     wire_config = {"secondary": secondary, **formats}
     config = {"stage": 3, "collectives": exchange, "wire": wire_config, "prefetch_bytes": 0}
-    engine = zero.shard_model(model, config)
+    engine = zero.shard_model(model, config | {"reshard_after_forward": True})
     assert (engine.world.wired is engine.world.shards) == (not formats)  # nothing in between where nothing is packed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

@@ -43,6 +43,9 @@ loss_scales = st.builds(
 )
 
 
+keepings = st.booleans() | st.just("auto") | st.integers(1, 2**63 - 1)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> ZeroConfig:
     stage = draw(st.integers(0, 3))
@@ -62,7 +65,7 @@ def configs(draw: st.DrawFn) -> ZeroConfig:
         collectives=draw(st.sampled_from(("auto", "native", "pairwise"))),
         timeout_s=draw(st.floats(1e-6, 1e9)),
         reduce_scatter=draw(st.sampled_from((True, False, "to_owner"))) if stage else True,
-        reshard_after_forward=stage < 3 or draw(st.booleans()),
+        reshard_after_forward=draw(st.sampled_from((True, "auto")) if stage < 3 else keepings),
         gather_for_generation=draw(st.booleans() | st.just("auto") | st.integers(1, 2**63 - 1)),
         expected_world_size=draw(st.none() | st.integers(1, 2**20)),
         async_save=draw(st.booleans()),
@@ -314,12 +317,15 @@ def test_unknown_key_of_deepspeed_says_our_name_or_forbids_the_mix() -> None:
         ZeroConfig.from_dict({"stage": 2, "zero_optimization": {}})
 
 
-def test_reshard_after_forward_false_needs_sharded_parameters() -> None:
+def test_units_that_stay_for_the_backward_need_sharded_parameters() -> None:
     assert ZeroConfig(stage=3, reshard_after_forward=False).reshard_after_forward is False
+    assert ZeroConfig(reshard_after_forward="2GiB").reshard_after_forward == 2**31
     for stage in (0, 1, 2):
         assert ZeroConfig(stage=stage, reshard_after_forward=True).reshard_after_forward is True
-        with pytest.raises(ConfigError, match=f"False has no effect in stage {stage}"):
-            ZeroConfig(stage=stage, reshard_after_forward=False)
+        assert ZeroConfig(stage=stage).reshard_after_forward == "auto"
+        for value in (False, 1, 2**20):
+            with pytest.raises(ConfigError, match=f"{value} has no effect in stage {stage}"):
+                ZeroConfig(stage=stage, reshard_after_forward=value)
 
 
 def test_reduce_scatter_needs_rows_to_reduce_to() -> None:

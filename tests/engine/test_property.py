@@ -392,12 +392,12 @@ class _Run:
             assert engine._forwards.modules == []
             for unit in engine.units:
                 assert not unit.num_leases, f"{unit.name} is leased"
-                may_stay = unit.keeps_whole or unit.is_shared or unit.index in engine.kept_for_backward
+                may_stay = unit.keeps_whole or unit.is_shared or unit.index in engine.gathering.kept.all
                 may_stay = may_stay or self.was_interrupted  # until the next forward, which all ranks share
                 assert may_stay or unit.residency.value == "released", f"{unit.name} is {unit.residency}"
             for p in engine.parameters:
                 assert not p._seen, f"{p.name} is still seen by a call"
-            kept = 0 if has_stepped else sum(engine.units[index].buffer_nbytes for index in engine.kept_for_backward)
+            kept = 0 if has_stepped else sum(engine.units[index].buffer_nbytes for index in engine.gathering.kept.all)
             assert engine.memory.bytes <= kept or self.was_interrupted
 
     def check_peak(self, op: Micro) -> None:
@@ -419,8 +419,9 @@ class _Run:
             needed, ahead = max(_bytes_needed(engine)), config["prefetch_bytes"]
             if ahead:
                 ahead = max(ahead, *(unit.buffer_nbytes for unit in engine.units))  # one unit at least
-            assert 0 < engine.memory.peak_bytes <= needed + ahead, (
-                f"peak {engine.memory.peak_bytes}, {needed} needed at once, {ahead} prefetched"
+            kept = engine.gathering.budget.kept_bytes
+            assert 0 < engine.memory.peak_bytes <= needed + ahead + kept, (
+                f"peak {engine.memory.peak_bytes}, {needed} needed at once, {ahead} prefetched, {kept} kept"
             )
             self.peaks_checked += 1
 

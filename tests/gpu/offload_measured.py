@@ -63,7 +63,7 @@ def offload_memory(device: torch.device) -> dict[str, Any]:
         kept = activations(_model("meta").to(getattr(torch, dtype)), {"input_ids": tokens, "labels": tokens})
         for place in places(stage):
             config: dict[str, Any] = {"stage": stage, "compute_dtype": dtype, "offload": place, "collectives": "native"}
-            config |= {"bucket_bytes": 4 * _MIB, "prefetch_bytes": 2 * _MIB}
+            config |= {"bucket_bytes": 4 * _MIB, "prefetch_bytes": 2 * _MIB, "reshard_after_forward": True}
             setting = Setting(zero.ZeroConfig(**config), dist.get_world_size(), accumulates=micro_batches > 1)
             predicted = predict(shapes_of(template), setting, kept).peak
             measured = _measured(device, config, micro_batches)

@@ -116,15 +116,25 @@ def test_traffic_is_that_of_the_exchange_asked_for(choice: tuple[bool | str, int
 
 @on_ranks(RANKS)
 def test_traffic_of_stage_3_counts_what_the_backward_gathers_again() -> None:
-    assert measure(3, prefetch_bytes=0).states.traffic == 4 * (3 * NUMEL - EMBEDDING_NUMEL) // 2
+    once, resharded = 4 * 2 * NUMEL // 2, 4 * (3 * NUMEL - EMBEDDING_NUMEL) // 2
+    assert measure(3, prefetch_bytes=0, reshard_after_forward=True).states.traffic == resharded
+    assert measure(3, prefetch_bytes=0, reshard_after_forward=4 * BLOCK_NUMEL + 999).states.traffic in range(
+        once, resharded
+    )
+    assert measure(3, prefetch_bytes=0).states.traffic == once  # two steps have run, and there is room for all
 
 
-@on_ranks(RANKS, stage=SHARDED, prefetch_bytes=[0, 2**26])
-def test_traffic_of_a_tied_weight_is_that_of_all_its_uses(stage: int, prefetch_bytes: int) -> None:
-    if stage < 3 and not prefetch_bytes:
-        return
+@on_ranks(RANKS, stage=SHARDED, prefetch_bytes=[0, 2**26], reshards=[True, False, "auto", "20KB"])
+def test_traffic_of_a_tied_weight_is_that_of_all_its_uses(
+    stage: int, prefetch_bytes: int, reshards: bool | str
+) -> None:
+    if stage < 3:
+        if not prefetch_bytes:
+            return
+        reshards = True
     model = make_model(CASES["t5"])  # a weight for two embeddings and the head
-    engine = zero.shard_model(model, {"stage": stage, "collectives": "pairwise", "prefetch_bytes": prefetch_bytes})
+    config = {"stage": stage, "prefetch_bytes": prefetch_bytes, "reshard_after_forward": reshards}
+    engine = zero.shard_model(model, config | {"collectives": "pairwise"})
     optimizer, ledger = torch.optim.AdamW(model.parameters()), engine.world.ledger
     for step in range(3):
         ledger.reset()

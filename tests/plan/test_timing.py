@@ -171,9 +171,11 @@ def test_a_card_that_nobody_knows_and_hosts_without_a_network_are_errors() -> No
 _CASES = {
     "stage 1": {"stage": 1},
     "stage 2, small buckets": {"stage": 2, "bucket_bytes": 2**10},
-    "stage 3": {"stage": 3},
-    "stage 3, nothing ahead": {"stage": 3, "prefetch_bytes": 0},
-    "stage 3, a little ahead": {"stage": 3, "prefetch_bytes": 60_000},
+    "stage 3": {"stage": 3, "reshard_after_forward": True},
+    "stage 3, nothing ahead": {"stage": 3, "prefetch_bytes": 0, "reshard_after_forward": True},
+    "stage 3, a little ahead": {"stage": 3, "prefetch_bytes": 60_000, "reshard_after_forward": True},
+    "stage 3, some kept": {"stage": 3, "prefetch_bytes": 0, "reshard_after_forward": 60_000},
+    "stage 3, all kept": {"stage": 3, "reshard_after_forward": False},
 }
 
 

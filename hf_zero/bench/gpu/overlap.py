@@ -114,7 +114,7 @@ def told(kernels: Sequence[Kernel]) -> Section:
     to_do = [
         "Larger batches give each gather more compute to hide behind, and so does gradient accumulation in stages 1 and 2.",
         "prefetch_bytes of two or three units gathers further ahead, and takes their memory.",
-        "reshard_after_forward: false saves the second gather of a step, and takes the memory of all parameters.",
+        "reshard_after_forward: false, or a size, saves second gathers of a step, and takes the memory of what is kept.",
         "Between hosts: replicate, or wire: {secondary: 8}, keep gathers within a host.",
     ]
     return Section("right" if is_enough else "look", said, rows, () if is_enough else to_do)

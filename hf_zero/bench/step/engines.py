@@ -82,12 +82,32 @@ def missing_package(engine: str) -> str | None:
 def known(engine: str) -> bool:
     """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise, "none" or "disk".
 
-    zero1:tp2 to zero3:tp2, and fsdp2:tp2, share layers between two ranks; so with other numbers.
+    zero1:tp2 to zero3:tp2, and fsdp2:tp2, share layers between two ranks; so with other numbers. zero3:pairwise:keep=64MiB
+    keeps so many bytes of units whole from their forward to their backward; so with keep=none, keep=all, keep=auto.
     """
+    engine, kept = _split_kept(engine)
     name, _, exchange = engine.partition(":")
+    if kept is not None and (name != "zero3" or _reshards(kept) is None or _tensor_size(exchange)):
+        return False
     if _tensor_size(exchange):
         return name in ("zero1", "zero2", "zero3", "fsdp2")
     return name in ENGINES and (not exchange or (name[4:].isdigit() and exchange in _EXCHANGES))
+
+
+def _split_kept(engine: str) -> tuple[str, str | None]:
+    """An engine, and how much it is to keep."""
+    plain, found, kept = engine.partition(":keep=")
+    return plain, kept if found else None
+
+
+def _reshards(kept: str) -> bool | int | str | None:
+    """The value of `reshard_after_forward` that keeps so much; None for what is no size."""
+    words: dict[str, bool | str] = {"none": True, "all": False, "auto": "auto"}
+    if kept in words:
+        return words[kept]
+    with contextlib.suppress(hf_zero.ConfigError):
+        return hf_zero.ZeroConfig(reshard_after_forward=kept).reshard_after_forward  # type: ignore[arg-type]
+    return None
 
 
 def _tensor_size(exchange: str) -> int:
@@ -96,11 +116,12 @@ def _tensor_size(exchange: str) -> int:
 
 def build(engine: str, setup: Setup) -> Training:
     """Set up `engine`; called by all ranks together."""
+    engine, kept = _split_kept(engine)
     name, _, exchange = engine.partition(":")
     if size := _tensor_size(exchange):
         return _tensor_parallel(name, size, setup)
     if name.startswith("zero") and name[4:].isdigit():
-        return _hf_zero(int(name[4:]), exchange or "auto", setup)
+        return _hf_zero(int(name[4:]), exchange or "auto", setup, "auto" if kept is None else kept)
     return ENGINES[name](setup)
 
 
@@ -135,13 +156,15 @@ def _ddp(setup: Setup) -> Training:
     return _training(model, _adamw(model.parameters()), setup)
 
 
-def _hf_zero(stage: int, exchange: str, setup: Setup) -> Training:
+def _hf_zero(stage: int, exchange: str, setup: Setup, kept: str = "auto") -> Training:
     """Set up hf_zero.
 
     With the exchange "none", every rank goes its own way: what is left is the cost of the engine itself. With "disk", ranks
-    exchange pairwise, and all that can be offloaded is on a disk, in the folder for temporary files.
+    exchange pairwise, and all that can be offloaded is on a disk, in the folder for temporary files. `kept` says how much stays
+    whole from a forward to its backward, see `known`.
     """
     config: dict[str, Any] = {"stage": stage, "compute_dtype": str(setup.dtype).removeprefix("torch.")}
+    config["reshard_after_forward"] = _reshards(kept)
     config["collectives"] = "pairwise" if exchange in ("none", "disk") else exchange
     if exchange == "disk":
         parameters = "disk" if stage == 3 else "none"

@@ -136,6 +136,7 @@ class Backward:
             self._gradient_dtypes,
             self.gathering.num_steps,
             self._landing,
+            self.gathering.offer,
         )
 
     def _is_over(self, unit: int) -> bool:
@@ -174,11 +175,12 @@ class Backward:
 
     def _finish(self, session: Session) -> None:
         if session.has_gradients:
-            turns = self.gathering.reductions.turns
+            turns, reducer = self.gathering.reductions.turns, session.gradients.reducer
             session.gradients.finish(reversed(self.gathering.units))
-            if self.gathering.reductions.turns is not turns:
-                self.gathering.on_other_reductions()
-            self._follows_no_sync = self._follows_no_sync and session.gradients.reducer is None
+            has_other_budget = reducer is not None and self.gathering.take_offers(reducer.lowest_offer)
+            if has_other_budget or self.gathering.reductions.turns is not turns:
+                self.gathering.choose_kept_again(has_other_budget)
+            self._follows_no_sync = self._follows_no_sync and reducer is None
 
     def _on_return(self, session: Session) -> None:
         """The call that a session belongs to returns or raises: if the session has not ended, the backward broke off."""

@@ -17,6 +17,7 @@ import torch
 
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
+from hf_zero.engine.units.keeping import note_failure
 from hf_zero.errors import ZeroError
 
 _KEY = "hf_zero pass"
@@ -70,6 +71,7 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
+            note_failure(error)
             try:
                 begun.end()
             except ZeroError as later:  # what the program has to hear of is the first

@@ -17,6 +17,7 @@ from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, 
 from hf_zero.engine.parameters.records import ZeroParameter, add_gradients
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.keeping import UNLIMITED
 from hf_zero.engine.units.schedule import ReductionOrder, ReductionSchedule, Turn
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import CollectiveError
@@ -30,11 +31,13 @@ class _Report(Report):
         has_leftover: units have got gradients beyond the expected order.
         has_held: gradients have waited for their turn.
         sequence_hash: of all that it has gathered and reduced.
+        offer: bytes of units that it could keep whole from a forward to its backward, see `Budget.offer`.
     """
 
     has_leftover: bool = False
     has_held: bool = False
     sequence_hash: int = 0
+    offer: int = UNLIMITED
 
 
 def num_values_agreed(num_parameters: int) -> int:
@@ -82,6 +85,10 @@ class Reducer:
         gradient_dtypes: of every parameter of the model, trainable or not.
         num_steps: optimizer steps so far, which tell whether the ranks are in the same one.
         landing: where gradients come down of parameters that rest in host memory.
+        offer: gives this rank's offer, see `Budget.offer`.
+
+    Attributes:
+        lowest_offer: of all ranks, once it has finished.
     """
 
     units: dict[int, Unit]
@@ -91,6 +98,8 @@ class Reducer:
     gradient_dtypes: Mapping[ZeroParameter, GradientDtypes]
     num_steps: int = 0
     landing: Landing | None = None
+    offer: Callable[[], int] = lambda: UNLIMITED
+    lowest_offer: int = field(default=UNLIMITED, init=False)
     _schedule: ReductionSchedule = field(init=False)
     _gradients: dict[int, deque[dict[ZeroParameter, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
@@ -127,7 +136,7 @@ class Reducer:
         leftover = self._schedule.waiting.copy()
         parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
         reports = self._agree(parameters, bool(leftover))
-        has_leftover = reports.highest.has_leftover
+        has_leftover, self.lowest_offer = reports.highest.has_leftover, reports.lowest.offer
         if has_leftover:
             self._reduce_leftover(leftover)
         while self._in_flight:
@@ -266,6 +275,7 @@ class Reducer:
             has_leftover=has_leftover,
             has_held=self._schedule.has_held,
             sequence_hash=self.world.shards.sequence_hash,
+            offer=self.offer(),
         )
         reports = report.agree(self.world.everyone, len(self.gradient_dtypes))
         if not reports.are_alike("sequence_hash"):

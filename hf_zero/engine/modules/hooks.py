@@ -60,17 +60,13 @@ class ModuleHooks:
         entry: the module.
         module: the same, or another whose calls stand for its.
         backward: of its model.
-        reshards: whether units are released at the end of a forward.
         is_other: whether `module` is another.
     """
 
-    def __init__(
-        self, entry: Entry, module: nn.Module, backward: Backward, reshards: bool, is_other: bool = False
-    ) -> None:
+    def __init__(self, entry: Entry, module: nn.Module, backward: Backward, is_other: bool = False) -> None:
         self.entry = entry
         if is_other:
             entry.others.append(weakref.ref(module))
-        self._keeps = entry.reads_in_backward or not reshards
         self._backward = weakref.ref(backward)
         self.handles = [
             module.register_forward_pre_hook(Hook(self.before), with_kwargs=True, prepend=True),
@@ -144,7 +140,7 @@ class ModuleHooks:
             self._find_holders(call, len(copies))
             call.pin_what_is_kept(tensors, _OWN_REFERENCES, but=copies)
         watched = [t for t in found if t.requires_grad] if torch.is_grad_enabled() else []
-        call.release(kept=backward.gathering.kept_for_backward if watched and self._keeps else ())
+        call.release(kept=backward.gathering.kept_after(self.entry) if watched else ())
         if watched:
             on_gradient = _OnOutputGradient(backward, call, tensors)
             for tensor in watched:

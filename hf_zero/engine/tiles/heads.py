@@ -227,7 +227,7 @@ class Surroundings:
         runner = Runner()
         for part in module.modules():
             if (hooks := self.hooks_of.get(id(part))) is not None:
-                ModuleHooks(hooks.entry, runner, self.backward, self.world.config.reshard_after_forward, is_other=True)
+                ModuleHooks(hooks.entry, runner, self.backward, is_other=True)
         return runner
 
     def stamp_of(self, module: nn.Module) -> Callable[[], tuple[int, ...]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.engine.units.residency import Lease
 from hf_zero.engine.units.saved import SavedWeights
 from hf_zero.engine.units.under_way import calls_of
@@ -58,15 +59,6 @@ class Entry:
                 top[0].end_forward()
         self.stack.clear()
         self.backward_call = None
-
-
-def reads_in_backward(module: nn.Module) -> bool:
-    """Whether the backward of a call of `module` reads its parameters; that of a plain embedding needs indices only.
-
-    Not by its hooks, which may differ between ranks: one that computes with the weights makes torch's backward raise.
-    """
-    is_plain = type(module) is nn.Embedding and module._parameters.keys() == {"weight"}
-    return not is_plain or bool(module._modules) or "forward" in vars(module)
 
 
 class Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.serving import ChangeCount
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.call import Call
+from hf_zero.engine.units.call import Call, Entry
+from hf_zero.engine.units.grouping import reads_in_backward
+from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.residency import Lease, Residency
 from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, Turn, first_uses
@@ -41,7 +43,8 @@ class Gathering:
         schedule: the record of gathers.
         reductions: the agreed order of reductions.
         before_wait: of the backward under way: hears that all ranks are about to wait for each other, for a gather.
-        kept_for_backward: numbers of the units that stay whole from a forward to its backward, the same on every rank.
+        budget: how many bytes of units may stay whole from a forward to its backward.
+        kept: those that do.
         is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
         reads: what was read outside its call, in the running pass.
@@ -55,7 +58,7 @@ class Gathering:
         self.schedule = GatherSchedule()
         self.reductions = ReductionOrder([])
         self.before_wait: Callable[[], None] | None = None
-        self.kept_for_backward: set[int] = set()
+        self.budget, self.kept = Budget(world), Kept()
         self.reads = Reads()
         self.is_refreshed = world.partitions
         self.num_steps = 0
@@ -138,15 +141,11 @@ class Gathering:
                 unit.start_gather()
 
     def _waiting_for_backward(self) -> set[int]:
-        """The units that are gathered and stay so until their backward, which counts as gathered ahead."""
-        if not self._world.config.reshard_after_forward:
-            return set()
+        """The units that are gathered and stay so until their backward, where that counts as gathered ahead."""
         is_forward = not torch_compat.in_backward()
-        kept = {index: self.units[index] for index in self.kept_for_backward}
-        gathered = {
-            i: unit for i, unit in kept.items() if unit.residency is not Residency.RELEASED and not unit.is_shared
-        }
-        return {i for i, unit in gathered.items() if is_forward or not unit.num_leases}
+        kept = {index: self.units[index] for index in self.kept.ahead}
+        gathered = {index: unit for index, unit in kept.items() if unit.residency is not Residency.RELEASED}
+        return {index for index, unit in gathered.items() if is_forward or not unit.num_leases}
 
     def drop(self, but_kept: bool = False) -> None:
         """Release what nobody reads: at events that all ranks share, so that they will gather alike again.
@@ -168,29 +167,35 @@ class Gathering:
         """Take the order in which a backward comes to the units, as long as nobody has seen one."""
         turns = [Turn(unit.index, None if unit.is_releasable else 0) for unit in reversed(self.units)]
         self.reductions = ReductionOrder(turns)
-        self.kept_for_backward = self._kept()
+        self._choose_kept()
 
-    def on_other_reductions(self) -> None:
-        """There is a new order of reductions; other units may stay whole from the forward's end."""
-        before, self.kept_for_backward = self.kept_for_backward, self._kept()
-        if any(self.units[index].is_releasable for index in before ^ self.kept_for_backward):
+    def choose_kept_again(self, has_other_budget: bool) -> None:
+        """There is a new order of reductions, or a new budget: other units may stay whole from a forward to its backward."""
+        before = self.kept
+        self._choose_kept()
+        if has_other_budget and self.kept != before:
+            self.budget.tell(len(self.kept.by_budget), len(self.units))
+        if self.kept.all != before.all:
             self.reductions.forget_places()
 
-    def _kept(self) -> set[int]:
-        """The units that reductions begin with, which the backward would gather at once.
+    def _choose_kept(self) -> None:
+        order = map(self.units.__getitem__, dict.fromkeys(self.reductions.units))
+        candidates = [Candidate(u.index, u.buffer_nbytes, _saves_gathers(u)) for u in order if u.comes_and_goes]
+        self.kept = choose(candidates, self.budget.num_bytes, self._world.config.prefetch_bytes)
+        self.budget.kept_bytes = sum(self.units[index].buffer_nbytes for index in self.kept.by_budget)
 
-        Within `prefetch_bytes` (but one at least), or all of them if nothing is to be resharded.
-        """
-        config = self._world.config
-        order = [index for index in dict.fromkeys(self.reductions.units) if not self.units[index].keeps_whole]
-        sizes = itertools.accumulate(self.units[index].buffer_nbytes for index in order)
-        return {
-            index
-            for index, num_bytes in zip(order, sizes, strict=True)
-            if num_bytes <= config.prefetch_bytes
-            or (index == order[0] and config.prefetch_bytes)
-            or not config.reshard_after_forward
-        }
+    def kept_after(self, entry: Entry) -> Container[int]:
+        """The units that stay whole when a call of a module has returned that may have a backward."""
+        return self.kept.all if entry.reads_in_backward else self.kept.by_budget
+
+    def offer(self) -> int:
+        """See `Budget.offer`."""
+        is_idle = not any(unit.comes_and_goes for unit in self.units)
+        return UNLIMITED if is_idle else self.budget.offer(self.num_steps)
+
+    def take_offers(self, lowest: int) -> bool:
+        """See `Budget.take`."""
+        return self.budget.take(lowest, self.num_steps)
 
     @contextlib.contextmanager
     def holding_all(self) -> Iterator[None]:
@@ -354,3 +359,9 @@ class Gathering:
         self._before_write("mark_dirty")
         self.changes.begun += 1
         self.on_rows_changed(self._parameters)
+
+
+def _saves_gathers(unit: Unit) -> bool:
+    """Whether a step of a micro-batch gathers a unit less often if it stays whole from its forward to its backward."""
+    entries = unit.entries
+    return len(entries) > 1 or any(map(reads_in_backward, entries))

@@ -279,3 +279,12 @@ class Structure:
 
 def _ids_in(module: nn.Module, id_of: Callable[[Any], int]) -> list[int]:
     return [*map(id_of, dict.values(module._parameters)), *map(id, module._modules.values())]
+
+
+def reads_in_backward(module: nn.Module) -> bool:
+    """Whether the backward of a call of `module` reads its parameters; that of a plain embedding needs indices only.
+
+    Not by its hooks, which may differ between ranks: one that computes with the weights makes torch's backward raise.
+    """
+    is_plain = type(module) is nn.Embedding and module._parameters.keys() == {"weight"}
+    return not is_plain or bool(module._modules) or "forward" in vars(module)

@@ -122,6 +122,11 @@ class Unit:
         return self.tenure is Tenure.RESIZED
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Whether it is whole for a while only: gathered for each use, or kept from one to the next."""
+        return self.tenure in (Tenure.RESIZED, Tenure.PINNED)
+
+    @property
     def is_in_numpy(self) -> bool:
         """Whether NumPy has been given the memory, which nobody can resize then, and may write into it uncounted."""
         return not self.is_shared and not self._storage.resizable()
@@ -129,12 +134,9 @@ class Unit:
     def differs_from_rows(self, p: ZeroParameter) -> bool:
         """Whether this rank's rows of a whole are not those at rest, as where NumPy has written; `p` has not been edited."""
         slot = self._slots.get(p)
-        is_exact = slot is not None and self.has_exact_wholes
-        return (
-            slot is not None
-            and is_exact
-            and not torch.equal(slot.own, as_dtype(p.local.to(slot.own.device), p.compute_dtype))
-        )
+        if slot is None or not self.has_exact_wholes:
+            return False
+        return not torch.equal(slot.own, as_dtype(p.local.to(slot.own.device), p.compute_dtype))
 
     def pin(self) -> None:
         """Somebody has kept a view of the memory: it stays for good, if it would not anyway."""
@@ -178,7 +180,7 @@ class Unit:
     @property
     def is_to_come(self) -> bool:
         """Whether ranks have to wait for each other before the whole tensors may be read."""
-        return not self.is_whole and self.tenure in (Tenure.RESIZED, Tenure.PINNED)
+        return not self.is_whole and self.comes_and_goes
 
     def start_gather(self, only: Iterable[ZeroParameter] | None = None) -> None:
         """Begin to make the whole tensors, as every rank does at this point; `acquire` waits for it.
@@ -189,10 +191,9 @@ class Unit:
         assert self.keeps_whole or not self.is_whole, f"{self.name} would be gathered over what others read"
         self.settle()
         self._arriving = -1  # whatever broke off
-        if self.tenure in (Tenure.RESIZED, Tenure.PINNED):  # also where it is held: nothing happens then
+        if self.comes_and_goes:  # also where it is held: nothing happens then
             self._memory.take(self._storage, self.buffer_nbytes)
-        if not self._slots:
-            self._slots = self._make_slots()
+        self._slots = self._slots or self._make_slots()
         if only is None and self.is_shared:
             only, self._stale = self._stale, []
         chosen = list(self._slots.values()) if only is None else [self._slots[p] for p in only if p in self._slots]
@@ -289,7 +290,7 @@ class Unit:
         """Release the tensors, if nobody holds a lease and the unit does not stay whole."""
         if self.num_leases or self.residency in (Residency.RELEASED, Residency.KEPT):
             return
-        if self.tenure in (Tenure.OWNED, Tenure.SHARED):
+        if not self.comes_and_goes:
             return  # until its parameters change
         # A transport that still writes would write into somebody else's memory. On a GPU the compute stream waits, on which
         # the allocator hands the memory out again: so what was queued there before has read it by then.
@@ -322,9 +323,8 @@ class Unit:
         is_part = p.computed.is_part
         if p not in self._buffered and not is_part:
             return p.local.detach()
-        if self.tenure in (Tenure.OWNED, Tenure.SHARED) and not is_part:
-            lease = self.acquire()
-            lease.give_back()
+        if not self.comes_and_goes and not is_part:
+            self.acquire().give_back()
             return self._slots[p].whole.data
         self._world.meet(f"a read of parameter {p.name!r} outside its module's call (all ranks must read it)")
         over = self._world.shards if is_quantised(p.param) else self._world.wired

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_zero.plan.memory import OPTIMIZERS, Setting, placed_of, ranks_of, unit_bytes
+from hf_zero.plan.memory import OPTIMIZERS, Setting, kept_units, placed_of, ranks_of, unit_bytes
 from hf_zero.plan.shapes import ModelShape
 from hf_zero.plan.states import ModelStates, Placed, add_up
 from hf_zero.plan.timing.machines import Exchange, Machine
@@ -73,15 +73,17 @@ def time_of(
         backward = _with_again(forward, backward, counted.blocks)
     units = _units(shape, setting, machine)
     comes_and_goes = config.policy.shards_parameters and any(unit.gather for unit in units)
+    kept = kept_units(shape, setting)
     step = Step(
         forward,
         backward,
         units,
         comes_and_goes,
-        _kept(backward, units, config.prefetch_bytes, config.reshard_after_forward),
+        frozenset(kept.ahead),
         config.prefetch_bytes,
         config.bucket_bytes,
         _update(shape, setting, machine),
+        frozenset(kept.by_budget),
         config.policy.shards_gradients,
         machine.is_background,
     )
@@ -111,28 +113,16 @@ def _with_again(forward: Sequence[Part], backward: Sequence[Part], blocks: froze
     return found
 
 
-def _kept(backward: Sequence[Part], units: Sequence[UnitCosts], prefetch_bytes: int, reshards: bool) -> frozenset[int]:
-    """As `Gathering` keeps units from a forward to its backward."""
-    order = dict.fromkeys(number for part in backward for number in sorted(part.units) if units[number].gather)
-    kept: set[int] = set()
-    num_bytes = 0
-    for number in order:
-        num_bytes += units[number].num_bytes
-        if num_bytes <= prefetch_bytes or (not kept and prefetch_bytes) or not reshards:
-            kept.add(number)
-    return frozenset(kept)
-
-
 def _units(shape: ModelShape, setting: Setting, machine: Machine) -> list[UnitCosts]:
     num_states = OPTIMIZERS[setting.optimizer]
     sizes = unit_bytes(shape, setting)
-    found = []
-    for unit, size, placed in zip(shape.units, sizes, placed_of(shape, setting), strict=True):
+    found, kept = [], kept_units(shape, setting)
+    for index, (unit, size, placed) in enumerate(zip(shape.units, sizes, placed_of(shape, setting), strict=True)):
         states = add_up(placed, setting.config, ranks_of(setting), num_states, setting.config.offload.goes_to_host)
         times = unit.uses.calls if setting.config.policy.shards_gradients else 1
         gathered = states.gathered
         if setting.config.policy.shards_parameters:
-            gathered /= unit.uses.calls + unit.uses.reads
+            gathered /= max(unit.uses.num_gathers(index, kept), 1)
         sent = sum(p.layout.numel * p.gradient.sent.itemsize for p in placed if p.trains)
         gather = _gather(gathered, placed, setting, machine)
         found.append(UnitCosts(size, gather, _reduction(states, times, setting, machine), sent, unit.uses.reads))

@@ -52,7 +52,8 @@ class Step:
         forward, backward: in order.
         units: by number.
         comes_and_goes: whether units are gathered for each use (stage 3), or once after a step.
-        kept: units that stay whole from the forward to the backward.
+        kept: units that stay whole from the call of a forward that the backward begins with, as if gathered ahead.
+        kept_by_budget: units that stay whole from their forward to their backward, beside those.
         prefetch_bytes, bucket_bytes: as in the configuration.
         update: seconds of the optimizer.
         reduces_each_call: the gradients of a call are reduced after its backward, not those of all calls after the last.
@@ -67,6 +68,7 @@ class Step:
     prefetch_bytes: int
     bucket_bytes: int
     update: float
+    kept_by_budget: frozenset[int] = frozenset()
     reduces_each_call: bool = True
     is_background: bool = True
 
@@ -145,7 +147,8 @@ class _Player:
             self.now += part.seconds
             self.computing += part.seconds
             for number in _left_after(parts, index):
-                is_kept = number in self.step.kept and not is_backward and left[number] <= self.step.units[number].reads
+                is_kept = number in self.step.kept and left[number] <= self.step.units[number].reads
+                is_kept = not is_backward and (is_kept or number in self.step.kept_by_budget)
                 left[number] -= 1
                 if self.step.comes_and_goes and not is_kept:
                     self.whole.pop(number, None)

@@ -57,7 +57,13 @@ def test_packages_that_are_absent_are_named_with_their_pip_line(monkeypatch: pyt
     assert result.skipped == {"deepspeed2": "pip install deepspeed"} and not result.runs
 
 
-@pytest.mark.parametrize("engine", ["zero4", "zero3:quantum", "ddp:pairwise", "zero-redundancy-optimizer:host", ""])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("zero4", "zero3:quantum", "ddp:pairwise", "zero-redundancy-optimizer:host", ""),
+        *("zero3:keep=", "zero3:keep=much", "zero3:keep=0", "zero2:keep=all", "zero3:tp2:keep=all", "fsdp2:keep=all"),
+    ],
+)
 def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str) -> None:
     with pytest.raises(BenchError, match="is not known; choose from local, ddp, zero0"):
         dataclasses.replace(_PLAN, engines=(engine,))
@@ -65,6 +71,14 @@ def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str
         dataclasses.replace(_PLAN, model="llama-9000b")
     with pytest.raises(BenchError, match="rounds must be at least 1"):
         dataclasses.replace(_PLAN, rounds=0)
+
+
+def test_how_much_stays_for_the_backward_is_part_of_an_engines_name() -> None:
+    names = ["zero3:keep=none", "zero3:pairwise:keep=all", "zero3:none:keep=auto", "zero3:native:keep=1.5MiB"]
+    assert all(map(engines.known, names))
+    found = [engines._reshards(engines._split_kept(name)[1] or "") for name in names]
+    assert found == [True, False, "auto", 3 * 2**19]
+    assert engines._split_kept("zero3:pairwise") == ("zero3:pairwise", None)
 
 
 def test_engines_in_turn_have_a_figure_of_each_round_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,8 @@ class Branching(Net):
 
 
 def _calls_differ(order: tuple[int, ...], prefetch_bytes: int) -> str:
-    twins = Twins(3, Branching, timeout_s=SHORT_S, prefetch_bytes=prefetch_bytes)
+    config = {"timeout_s": SHORT_S, "prefetch_bytes": prefetch_bytes, "reshard_after_forward": True}
+    twins = Twins(3, Branching, **config)
     twins.step(2)  # so that there is an order to prefetch in
     orders = ((0, 1, 2), order)
     twins.model.order = orders[twins.rank]

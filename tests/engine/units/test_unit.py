@@ -36,7 +36,7 @@ def _gathers(twins: Twins) -> dict[str, int]:
 )
 def test_exchanges_of_two_micro_batches_and_a_step(case: tuple[int, tuple[int, int, int, int]]) -> None:
     stage, expected = case
-    twins = Twins(stage, prefetch_bytes=0)
+    twins = Twins(stage, prefetch_bytes=0, reshard_after_forward=True)
     twins.step()
     ledger = twins.engine.world.ledger
     ledger.reset()
@@ -67,7 +67,7 @@ _BLOCK = place([4 * numel for numel in (5, 5, 11 * 5, 11, 5 * 11, 5)])[1]  # byt
 )
 def test_units_that_backward_needs_first_stay_whole_within_the_budget(case: tuple[int, dict[str, Any], int]) -> None:
     stage, config, num_kept = case
-    twins = Twins(stage, **config)
+    twins = Twins(stage, **({"reshard_after_forward": True} | config))
     units, memory = twins.engine.units, twins.engine.memory
     for _ in range(2):
         loss = square_loss(twins.model, twins.own())
@@ -200,7 +200,7 @@ def test_nothing_is_gathered_where_all_parameters_stay_whole(stage: int) -> None
 
 def _events(prefetch_bytes: int, act: Callable[[Twins], None]) -> list[tuple[str, int]]:
     """The order in which gathers were started and waited for while `act` ran."""
-    twins = Twins(3, prefetch_bytes=prefetch_bytes)
+    twins = Twins(3, prefetch_bytes=prefetch_bytes, reshard_after_forward=True)
     events: list[tuple[str, int]] = []
     originals = Unit.start_gather, Unit.acquire
 
@@ -268,7 +268,7 @@ def test_only_the_first_gather_of_a_step_has_no_compute_beside_it_however_small_
 
 
 def _counts(prefetch_bytes: int) -> dict[tuple[str, str], tuple[int, int]]:
-    twins = Twins(3, prefetch_bytes=prefetch_bytes)
+    twins = Twins(3, prefetch_bytes=prefetch_bytes, reshard_after_forward=True)
     for _ in range(2):
         twins.step()
         twins.assert_same_output()
