@@ -708,7 +708,9 @@ def test_installed_version_lies_in_the_declared_range(package: str) -> None:
     assert {bound.operator for each in declared for bound in each} == {
         ">="
     }  # who has a newer one can install beside it
-    assert not is_newer_than_tested(package, version), "look at what it changes, then raise TESTED and the README"
+    assert not is_newer_than_tested(package, version), (
+        "look at what it changes, then raise TESTED and the versions in guide/limits.md"
+    )
 
 
 def test_the_versions_are_those_that_are_imported() -> None:
