@@ -131,7 +131,7 @@ class Draw:
     def case(self) -> Case:
         rng = self.rng
         self.stage = rng.choice([0, 1, 1, 2, 2, 3, 3, 3, 3])
-        has_second_copy = 3000 <= self.seed < 4000
+        has_second_copy = self.seed >= 3000 and not 4000 <= self.seed < 10_000
         if has_second_copy:
             self.stage = 3
         self.precision = rng.choices(["float64", "float32", "mixed", "bfloat16"], [12, 2, 3, 1])[0]
