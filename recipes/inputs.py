@@ -250,6 +250,35 @@ def tiny_llama(folder: str) -> str:
     return _write(folder, AutoModelForCausalLM, config, tokenizer)
 
 
+def long_llama(folder: str, texts: Iterable[str], words: list[str], num_tokens: int) -> str:
+    """Write a Llama of one layer (170,000 parameters) and its tokenizer into a folder; returns the folder.
+
+    It finds what stands far before, and nothing else: attention of one layer is enough for that.
+
+    Args:
+        folder: a new one.
+        texts: what its tokens are learnt from.
+        words: each of which is one token besides.
+        num_tokens: of the longest document.
+    """
+    tokenizer = trained_tokenizer(texts)
+    tokenizer.add_tokens(words)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=num_tokens,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return _write(folder, AutoModelForCausalLM, config, tokenizer)
+
+
 def small_bert(folder: str, texts: Iterable[str]) -> str:
     """Write a BERT of 700,000 parameters and its tokenizer into a folder, for models that read; returns the folder."""
     tokenizer = trained_tokenizer(texts, start=True)

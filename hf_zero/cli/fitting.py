@@ -100,12 +100,15 @@ def _smaller_units(shape: ModelShape, row: Row, room: float) -> str:
 
 def _enough_ranks(shape: ModelShape, row: Row, args: argparse.Namespace) -> int | None:
     from hf_zero.plan.activations import Kept
-    from hf_zero.plan.memory import predict
+    from hf_zero.plan.memory import divides_experts, predict
 
     ranks = args.ranks
     while ranks < _MOST_RANKS:
         ranks *= 2
-        held = predict(shape, replace(row.setting, num_ranks=ranks), Kept(row.holding.activations, 0))
+        setting = replace(row.setting, num_ranks=ranks)
+        if not divides_experts(shape, setting):
+            return None
+        held = predict(shape, setting, Kept(row.holding.activations, 0))
         if held.peak <= MARGIN * args.gpu_memory:
             return int(ranks)
     return None

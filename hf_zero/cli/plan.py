@@ -71,9 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser, size_of: Callable[[str], int]
         "--tile-tokens", type=int, default=0, metavar="N", help="logits of so many tokens at a time (default: of all)"
     )
     parser.add_argument(
+        "--tile-mlp", type=int, default=0, metavar="N", help="MLPs of so many tokens at a time (of all)"
+    )
+    parser.add_argument(
         "--batch-size", type=int, default=1, metavar="B", help="sequences a rank and micro-batch (default: 1)"
     )
-    parser.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share each sequence, as cp_size (1)")
+    parser.add_argument("--sp", type=int, default=1, metavar="N", help="ranks that share each sequence, as sp_size (1)")
+    parser.add_argument("--cp", type=int, default=1, metavar="N", help="likewise, as cp_size; both together (1)")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that divide all experts, as ep_size (1)")
     parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing only")
     parser.add_argument("--accumulation", action="store_true", help="several micro-batches a step")
     parser.add_argument(
@@ -130,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is not None and args.gpu_memory is None:
         args.gpu_memory = timing.memory_of(args.gpu)
     model = meta_model(args.model)
+    sequences.share(model, args)
     if args.lora is not None:
         model = with_adapters(model.to(getattr(torch, args.dtype)), args.lora)  # frozen weights need no masters
     shape = shapes_of(model, in_4bit=args.load_in_4bit)
@@ -163,16 +169,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     timing.check(args)
-    for name in ("ranks", "batch_size", "seq_len", "cp", "replicate", "lora", "ranks_per_host"):
+    for name in ("ranks", "batch_size", "seq_len", "sp", "cp", "ep", "replicate", "lora", "ranks_per_host"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
-    if args.tile_tokens < 0:
-        raise ConfigError(f"--tile-tokens is {args.tile_tokens}: give 0 or more")
+    for name in ("tile_tokens", "tile_mlp"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 0 or more")
     if args.ranks % args.replicate:
         raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
-    if args.ranks // args.replicate % args.cp:
-        raise ConfigError(f"--cp {args.cp} does not divide the {args.ranks // args.replicate} ranks of a replica")
+    if args.ranks // args.replicate % (args.sp * args.cp):
+        sizes = " x ".join(f"--{name} {getattr(args, name)}" for name in ("sp", "cp") if getattr(args, name) > 1)
+        raise ConfigError(f"{sizes} does not divide the {args.ranks // args.replicate} ranks of a replica")
+    if args.ranks // args.replicate % args.ep:
+        raise ConfigError(f"--ep {args.ep} does not divide the {args.ranks // args.replicate} ranks of a replica")
+    if args.ep > 1 and args.scale:
+        raise ConfigError("--scale counts with ranks that do not divide the experts: leave it, or --ep, out")
     if args.ranks_per_host is not None and args.host_memory is None:
         raise ConfigError("--ranks-per-host says who shares --host-memory: give that, too")
     if args.host_memory is not None and args.disk is not None:
@@ -196,11 +208,12 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace, colle
     if args.checkpointing:
         kept = {True: kept.get(True, NOTHING)}
     common = {"compute_dtype": args.dtype, "collectives": collectives, "replicate": args.replicate}
-    common |= {"tile_tokens": args.tile_tokens, "cp_size": args.cp}
+    common |= {"tile_tokens": args.tile_tokens, "tile_mlp": args.tile_mlp}
+    common |= {"sp_size": args.sp, "cp_size": args.cp, "ep_size": args.ep}
     rows = []
     for (offloads, checkpoints), found in _ways(kept, args):
         for stage in (0, 1, 2, 3):
-            if stage == 0 and (args.replicate > 1 or offloads != "none"):
+            if stage == 0 and (args.replicate > 1 or args.ep > 1 or offloads != "none"):
                 continue
             for offload in _offloads(offloads, stage, args):
                 config = ZeroConfig(stage=stage, offload=offload, **common)
@@ -295,12 +308,10 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
         "compute_dtype": args.dtype,
         "expected_world_size": args.ranks,
     }
-    if args.replicate > 1:
-        values["replicate"] = args.replicate
-    if args.cp > 1:
-        values["cp_size"] = args.cp
-    if args.tile_tokens:
-        values["tile_tokens"] = args.tile_tokens
+    for key in ("replicate", "sp_size", "cp_size", "ep_size", "tile_tokens", "tile_mlp"):
+        value = getattr(row.setting.config, key)
+        if value > (0 if key.startswith("tile") else 1):
+            values[key] = value
     if row.setting.config.offload.is_anything:
         offload = row.setting.config.offload
         values["offload"] = {"optimizer": offload.optimizer, "parameters": offload.parameters}

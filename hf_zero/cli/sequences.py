@@ -25,7 +25,7 @@ _Counted = Callable[[int], "dict[bool, Kept]"]
 
 
 def activations_of(model: nn.Module, args: argparse.Namespace, num_tokens: int, tile_tokens: int) -> dict[bool, Kept]:
-    """What a forward keeps, by whether blocks are computed again; with --cp, of a slice, and of the keys of a layer.
+    """What a forward keeps, by whether blocks are computed again; with --sp or --cp, of a slice, and what a layer exchanges.
 
     Raises:
         UsageError: the model reads no tokens.
@@ -33,17 +33,21 @@ def activations_of(model: nn.Module, args: argparse.Namespace, num_tokens: int, 
     import torch
 
     from hf_zero.plan.activations import activations_by_way
-    from hf_zero.plan.long_sequences import keys_nbytes
+    from hf_zero.plan.long_sequences import Exchanged
 
-    own = math.ceil(num_tokens / args.cp)
+    own = math.ceil(num_tokens / (args.sp * args.cp))
     batch = batch_of(model, args.batch_size, own, args.dtype)
-    found = activations_by_way(model, batch, tile_tokens)
-    if args.cp == 1:
-        return found
-    keys = keys_nbytes(
-        getattr(model, "config", None), args.batch_size * num_tokens, getattr(torch, args.dtype).itemsize
-    )
-    return {checkpoints: replace(kept, total=kept.total + keys) for checkpoints, kept in found.items()}
+    if args.sp * args.cp == 1:
+        return activations_by_way(model, batch, tile_tokens, args.tile_mlp)
+    config, itemsize = getattr(model, "config", None), getattr(torch, args.dtype).itemsize
+    more = Exchanged.of(config, args.batch_size * num_tokens, itemsize, args.sp, args.cp)
+    found = activations_by_way(model, batch, tile_tokens, args.tile_mlp, more.at_once)
+    layers = int(getattr(config.get_text_config(), "num_hidden_layers", 1))  # type: ignore[union-attr]
+    for checkpoints, kept in found.items():
+        total = kept.total + more.kept * (1 if checkpoints else layers)
+        received = layers * (more.forward * (2 if checkpoints else 1) + more.backward)
+        found[checkpoints] = replace(kept, total=total, received=received)
+    return found
 
 
 def batch_of(model: nn.Module, batch_size: int, num_tokens: int, dtype: str) -> dict[str, Tensor]:
@@ -65,6 +69,23 @@ def batch_of(model: nn.Module, batch_size: int, num_tokens: int, dtype: str) -> 
         config.use_cache = False  # type: ignore[union-attr]
     model.to(getattr(torch, dtype))
     return batch
+
+
+def share(model: nn.Module, args: argparse.Namespace) -> None:
+    """Let ranks divide the heads (--sp) and the experts (--ep) of a model on the meta device.
+
+    Raises:
+        ConfigError: they cannot.
+        PartitionError: there are no experts.
+    """
+    from hf_zero.engine.parameters.experts import mark_experts
+    from hf_zero.sharding.experts import find_experts
+    from hf_zero.sharding.sequence.checks import refuse_heads
+
+    if args.sp > 1:
+        refuse_heads(model.config.get_text_config(), type(model).__name__, args.sp)  # type: ignore[union-attr, operator]
+    for experts in find_experts(model, args.ep, args.ranks // args.replicate).values():
+        mark_experts(experts)
 
 
 def told(
@@ -89,7 +110,7 @@ def told(
     from hf_zero.plan.memory import predict
 
     words, tile = num_words(model), args.tile_tokens or USUAL_TILE
-    total = args.batch_size * math.ceil(args.seq_len / args.cp)
+    total = args.batch_size * math.ceil(args.seq_len / (args.sp * args.cp))
     if not words or not ways:
         return []
     lines = [

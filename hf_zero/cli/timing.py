@@ -51,7 +51,14 @@ def check(args: argparse.Namespace) -> None:
         return
     if args.seq_len is None:
         raise ConfigError("the time of a step depends on the tokens: give --seq-len, too")
-    for name, value in (("cp", args.cp > 1), ("load-in-4bit", args.load_in_4bit), ("tile-tokens", args.tile_tokens)):
+    for name, value in (
+        ("sp", args.sp > 1),
+        ("cp", args.cp > 1),
+        ("ep", args.ep > 1),
+        ("tile-mlp", args.tile_mlp),
+        ("load-in-4bit", args.load_in_4bit),
+        ("tile-tokens", args.tile_tokens),
+    ):
         if value:
             raise ConfigError(
                 f"the time of a step is not predicted with --{name}: leave it, or --gpu and --measure, out"

@@ -6,12 +6,15 @@ with the inputs of all blocks and all that lies outside of them. In the other a 
 in full, with two gradients of the size of its largest tensor, and what came after the last block (logits) has been given
 back. A loss keeps logarithms of probabilities, its largest tensor, and its backward makes two gradients of that size: theirs
 and the logits'. Other memory within an operation is not counted. With `tile_tokens`, a loss keeps the head's input, and its
-backward has these tensors of a slice only. Products grouped by expert, which torch knows in bfloat16 only where there are no
-values, keep what they multiply.
+backward has these tensors of a slice only. With `tile_mlp`, an MLP keeps its input, and what it makes of a slice is there
+while its backward runs, with two gradients of the size of its largest tensor and the sums of its weights' gradients. Products
+grouped by expert, which torch knows in bfloat16 only where there are no values, keep what they multiply. Experts that ranks
+divide are taken to get as many tokens each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
+from hf_zero.engine.parameters.experts import are_experts
 from hf_zero.engine.tiles.blocks import TiledBlock, mlps_of
 from hf_zero.engine.tiles.heads import Runner, TiledHead, heads_of
 from hf_zero.errors import UsageError
@@ -36,10 +40,14 @@ class Kept:
     Attributes:
         total: the most at a time.
         largest: what is there beside it when the backward begins: gradients of the size of its largest tensor.
+        routed: of rows that tokens are for experts (a row for each expert of a token), over all passes of a step.
+        received: by attention of slices of sequences, in a step.
     """
 
     total: int
     largest: int
+    routed: int = 0
+    received: int = 0
 
 
 NOTHING = Kept(0, 0)
@@ -56,6 +64,7 @@ class _Count:
         blocks: bytes that each call of a block keeps.
         inputs: bytes of each such call's inputs.
         largest_inside: bytes of the largest tensor that a block keeps.
+        routed: bytes of rows for experts.
     """
 
     outside: int = 0
@@ -64,6 +73,7 @@ class _Count:
     blocks: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     largest_inside: int = 0
+    routed: int = 0
     _storages: set[int] = field(default_factory=set)
     _keeps: list[Tensor] = field(default_factory=list)  # so that no storage is freed, and its number taken by another
     _running: int = 0
@@ -100,21 +110,27 @@ class _Count:
         self._running -= 1
         self.after = 0
 
-    def result(self, checkpoints: bool, num_gradients: int = 1, of_tiles: int = 0) -> Kept:
+    def route(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Experts begin, with tokens [tokens, width] and the experts of each [tokens, k]."""
+        hidden, experts = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
+        self.routed += experts.numel() * hidden.shape[-1] * hidden.itemsize
+
+    def result(self, checkpoints: bool, num_gradients: int = 1, of_tiles: int = 0, in_block: int = 0) -> Kept:
         """What is kept at the end of the forward; with checkpointing, then or while the largest block computes again.
 
         Args:
             checkpoints: whether blocks keep their inputs only.
             num_gradients: that the backward begins with, of the size of the largest tensor outside of blocks.
             of_tiles: bytes that it begins with besides, see `of_tile`.
+            in_block: bytes that a block has for a while, beside what it keeps.
         """
         beside = num_gradients * self.largest + of_tiles
-        if not checkpoints:
-            return Kept(self.outside + sum(self.blocks), beside)
-        begin = self.outside + sum(self.inputs)
-        again = begin - self.after + max(self.blocks, default=0) + 2 * self.largest_inside
-        total = max(begin, again)
-        return Kept(total, max(begin + beside - total, 0))
+        begin = self.outside + sum(self.inputs if checkpoints else self.blocks)
+        later = begin - self.after + in_block
+        if checkpoints:
+            later += max(self.blocks, default=0) + max(2 * self.largest_inside - in_block, 0)
+        total = max(begin, later)
+        return Kept(total, max(begin + beside - total, 0), self.routed * (3 if checkpoints else 2))
 
 
 class _Grouped(torch.autograd.Function):
@@ -153,16 +169,25 @@ def activations(
 
 
 def activations_by_way(
-    model: nn.Module, batch: dict[str, Tensor], tile_tokens: int = 0, tile_mlp: int = 0
+    model: nn.Module, batch: dict[str, Tensor], tile_tokens: int = 0, tile_mlp: int = 0, in_block: int = 0
 ) -> dict[bool, Kept]:
-    """`activations` by whether blocks are computed again in the backward."""
+    """`activations` by whether blocks are computed again in the backward.
+
+    Args:
+        model, batch, tile_tokens, tile_mlp: see `activations`.
+        in_block: bytes that a block has for a while besides, for what it exchanges.
+    """
     count = _Count()
     heads = [TiledHead(each, Runner(), tile_tokens, lambda: True, tuple) for each in heads_of(model) if tile_tokens]
-    handles: list[Any] = [*heads, *(TiledBlock(each, tile_mlp, None) for each in mlps_of(model) if tile_mlp)]
-    for block in model.modules():
-        if isinstance(block, GradientCheckpointingLayer):
-            handles.append(block.register_forward_pre_hook(count.enter, with_kwargs=True))
-            handles.append(block.register_forward_hook(count.leave))
+    mlps = mlps_of(model) if tile_mlp else []
+    tiled = [TiledBlock(each, tile_mlp, None) for each in mlps]
+    handles: list[Any] = [*heads, *tiled]
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            handles.append(module.register_forward_pre_hook(count.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(count.leave))
+        if are_experts(module):
+            handles.append(module.register_forward_pre_hook(count.route, with_kwargs=True))
     try:
         # Fake tensors, since models look at values in places, and know of these that they have none.
         with (
@@ -177,6 +202,9 @@ def activations_by_way(
             for tensor in named.values():
                 count.leave_out(tensor)
             torch.func.functional_call(model, named, (), {key: convert(value) for key, value in batch.items()})
+            for each in tiled:
+                each.remove()
+            of_mlps = [_of_slice(each, _tokens(model, tile_mlp, convert), convert) for each in mlps]
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(
             f"{type(model).__name__} does not run on tensors without values ({str(error).splitlines()[0]}), so its "
@@ -188,7 +216,36 @@ def activations_by_way(
     num_tokens = max((t.numel() for t in batch.values() if not t.is_floating_point()), default=0)
     of_tiles = sum(of_tile(each.module, min(each.size, num_tokens), each.num_words) for each in heads)
     num_gradients = 2 if "labels" in batch and not heads else 1
-    return {checkpoints: count.result(checkpoints, num_gradients, of_tiles) for checkpoints in (False, True)}
+    return {
+        checkpoints: count.result(checkpoints, num_gradients, of_tiles, max(in_block, *of_mlps, 0))
+        for checkpoints in (False, True)
+    }
+
+
+_Convert = Callable[[Tensor], Tensor]  # of a tensor on the meta device, to one that knows that it has no values
+
+
+def _tokens(model: nn.Module, count: int, convert: _Convert) -> Tensor:
+    """Hidden states [count, width] of a model of transformers."""
+    width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+    dtype = next(model.parameters()).dtype
+    return convert(torch.empty(count, width, dtype=dtype, device="meta")).requires_grad_()
+
+
+def _of_slice(mlp: nn.Module, tokens: Tensor, convert: _Convert) -> int:
+    """Bytes that an MLP has while it computes a slice of tokens again, and adds up the gradients of its weights."""
+    count, named = _Count(), {name: convert(param) for name, param in mlp.named_parameters()}
+    for tensor in named.values():
+        count.leave_out(tensor)
+    with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor):
+        torch.func.functional_call(mlp, named, (tokens,))
+    return count.outside + 2 * count.largest + _of_sums(mlp)
+
+
+def _of_sums(module: nn.Module) -> int:
+    """Bytes of the gradients of weights that slices add up, and of those of one slice."""
+    own = [param for param in module.parameters() if param.requires_grad]
+    return sum(param.numel() * (4 + param.element_size()) for param in own)
 
 
 def of_tile(head: nn.Module, size: int, num_words: int) -> int:
@@ -201,5 +258,4 @@ def of_tile(head: nn.Module, size: int, num_words: int) -> int:
         size: tokens in a slice.
         num_words: logits of a token.
     """
-    own = [param for param in head.parameters() if param.requires_grad]
-    return 12 * size * num_words + sum(param.numel() * (4 + param.element_size()) for param in own)
+    return 12 * size * num_words + _of_sums(head)

@@ -1,8 +1,10 @@
-"""The longest sequence with which a step fits."""
+"""The longest sequence with which a step fits, and what ranks exchange that share sequences."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.plan.activations import Kept
@@ -49,20 +51,50 @@ def longest(
     return best
 
 
-def keys_nbytes(config: Any, num_tokens: int, itemsize: int) -> int:
-    """Bytes of what a layer gathers with `cp_size`: keys and values, and their gradients; repeated, where heads share them.
+@dataclass(frozen=True)
+class Exchanged:
+    """Bytes of what ranks that share sequences exchange in one layer.
 
-    Args:
-        config: of the model.
-        num_tokens: of all sequences of a batch, not of slices.
-        itemsize: bytes of an element.
+    With `sp_size`, queries, keys, values and outputs are sent and received, and fewer heads of keys than ranks are repeated,
+    which is kept. With `cp_size`, keys and values are gathered, and have gradients; repeated, where heads share them.
+
+    Attributes:
+        at_once: there while attention runs, beside what is kept.
+        kept: for the backward, beside what a slice keeps.
+        forward, backward: received.
     """
-    config = config.get_text_config()
-    heads = int(config.num_attention_heads)
-    shared = int(getattr(config, "num_key_value_heads", None) or heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    of_each = 2 * num_tokens * width * itemsize  # a key and a value
-    return 2 * of_each * (shared + (heads if heads > shared else 0))
+
+    at_once: int
+    kept: int
+    forward: int
+    backward: int
+
+    @classmethod
+    def of(cls, config: Any, num_tokens: int, itemsize: int, sp_size: int, cp_size: int) -> Exchanged:
+        """Of a model.
+
+        Args:
+            config: its own.
+            num_tokens: of all sequences of a batch, not of slices.
+            itemsize: bytes of an element.
+            sp_size, cp_size: as in the configuration.
+        """
+        config = config.get_text_config()
+        heads = int(config.num_attention_heads)
+        shared = int(getattr(config, "num_key_value_heads", None) or heads)
+        width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        own = num_tokens * width * itemsize // (sp_size * cp_size)  # of one head of a slice
+        spread = math.lcm(shared, sp_size)
+        by_heads = 2 * own * (heads + spread) * (sp_size - 1) // sp_size
+        keys = 2 * num_tokens * width * (spread // sp_size)  # elements, of keys and values of all tokens
+        repeated = 2 * num_tokens * width * (heads // sp_size) if heads > spread else 0
+        return cls(
+            (2 * own * (heads + 2 * spread) if sp_size > 1 else 0)
+            + (2 * (keys + repeated) * itemsize if cp_size > 1 else 0),
+            2 * own * (spread - shared),
+            by_heads + keys * itemsize * (cp_size - 1) // cp_size,
+            by_heads + keys * (itemsize + 4) * (cp_size - 1) // cp_size,  # sums of gradients are in float32
+        )
 
 
 def _bisect(fits_at: Callable[[int], bool]) -> int:
@@ -86,4 +118,6 @@ def _between(known: dict[int, Kept], near: list[int], length: int) -> Kept:
     return Kept(
         mixed(known[first].total, known[second].total),
         mixed(known[first].largest, known[second].largest),
+        mixed(known[first].routed, known[second].routed),
+        mixed(known[first].received, known[second].received),
     )

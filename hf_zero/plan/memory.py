@@ -101,6 +101,7 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
     Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
     """
     states = states_of(model, setting, rank)
+    tokens = 2 * kept.routed * (1 - 1 / setting.config.ep_size)  # to experts, and back
     return Holding(
         states.parameters - states.parameters_on_disk,
         states.gradients,
@@ -108,7 +109,7 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
         _gathered_at_once(model, setting),
         model.buffer_bytes,
         kept.total,
-        round(states.gathered + states.reduced),
+        round(states.gathered + states.reduced + tokens + kept.received),
         round(states.between_replicas),
         states.parameters_on_disk + states.optimizer_on_disk,
         states.on_host,
@@ -118,9 +119,16 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
 
 def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates:
     """The model states of a rank, see `add_up`."""
-    placed = [p for unit in placed_of(model, setting, rank) for p in unit]
-    num_states = OPTIMIZERS[setting.optimizer]
-    return add_up(placed, setting.config, ranks_of(setting), num_states, setting.config.offload.goes_to_host)
+    config, ranks, num_states = setting.config, ranks_of(setting), OPTIMIZERS[setting.optimizer]
+    dense: list[Placed] = []
+    experts: list[Placed] = []
+    for unit, placed in zip(model.units, placed_of(model, setting, rank), strict=True):
+        for param, each in zip(unit.parameters, placed, strict=True):
+            (experts if _is_part(param, config) else dense).append(each)
+    has_device = config.offload.goes_to_host
+    states = add_up(dense, config, ranks, num_states, has_device)
+    same = Ranks(ranks.shards // config.ep_size, config.replicate, config.replicate)  # that compute the same experts
+    return states.plus(add_up(experts, config, same, num_states, has_device))
 
 
 def ranks_of(setting: Setting) -> Ranks:
@@ -140,13 +148,13 @@ def placed_of(model: ModelShape, setting: Setting, rank: int = 0) -> list[list[P
         is_shared = config.collectives == "host" and any(layout.num_ranks > 1 for layout in layouts)
         for param, layout in zip(unit.parameters, layouts, strict=True):
             compute = precision.compute_for(param.dtype)
-            is_as_made = layout.num_ranks > 1 and config.policy.shards_gradients
+            is_as_made = layout.num_ranks > 1 and (config.policy.shards_gradients or config.ep_size > 1)
             # `pairwise` and `host` send what autograd made, and so do wire formats.
             sends_as_given = config.collectives in ("pairwise", "host") and config.reduce_scatter is True
             placed.append(
                 Placed(
                     layout,
-                    rank,
+                    rank // config.ep_size if _is_part(param, config) else rank,
                     precision.master_for(param.dtype, param.trains),
                     compute,
                     precision.gradient_dtypes(compute, is_as_made, sends_as_given),
@@ -197,7 +205,8 @@ def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) 
     config, policy, ranks = setting.config, setting.config.policy, setting.num_shards
     sizes, gathered = unit_bytes(model, setting), _gathered_at_once(model, setting)
     largest = max(sizes, default=0)
-    gradients, rows = states.gradients, states.trained_rows
+    at_once = _made_as_rows(model, setting)
+    gradients, rows = states.gradients, states.trained_rows - at_once
     slots = config.offload.slots * config.offload.slot_bytes if config.offload.optimizer == "disk" else 0
     on_disk = states.parameters_on_disk + states.optimizer_on_disk
     stays = states.parameters + states.optimizer - on_disk + model.buffer_bytes + slots
@@ -205,8 +214,8 @@ def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) 
     if ranks > 1 and (policy.shards_gradients or not setting.accumulates):
         on_way = min(config.bucket_bytes, sum(sizes))
         done = rows * (1 - on_way / sum(sizes)) if sizes else 0.0
-        middle = kept.total / 2 + max(before, rows / 2 - on_way / 2 / ranks) + gathered + on_way
-        end = max(before, done) + 2 * on_way + (largest if _gathers(setting) else 0)
+        middle = kept.total / 2 + max(before, (at_once + rows) / 2 - on_way / 2 / ranks) + gathered + on_way
+        end = max(before, at_once + done) + 2 * on_way + (largest if _gathers(setting) else 0)
     else:
         on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
         middle = kept.total / 2 + max(before, gradients / 2) + on_way
@@ -218,6 +227,12 @@ def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) 
         middle = end = before + gathered + _coming_down(model, setting, states, largest)
         middle += kept.total / 2
     return round(stays + max(begin, middle, end))
+
+
+def _made_as_rows(model: ModelShape, setting: Setting) -> int:
+    """Bytes of gradients that nothing is reduced of within a replica: of experts that a rank computes with as they rest."""
+    params = [p for p in model.parameters if p.trains and _rests_as_computed(p, setting)]
+    return sum(p.numel // setting.num_shards * p.dtype.itemsize for p in params)
 
 
 def _coming_down(model: ModelShape, setting: Setting, states: ModelStates, largest: int) -> float:
@@ -247,7 +262,20 @@ def balance(model: ModelShape, setting: Setting) -> float:
     return sum(layout.local_numel(0) for layout in layouts) * setting.num_shards / max(model.numel, 1)
 
 
+def divides_experts(model: ModelShape, setting: Setting) -> bool:
+    """Whether the ranks that parameters are cut over divide the experts of a model, where some divide them (`ep_size`)."""
+    experts = [param for param in model.parameters if _is_part(param, setting.config)]
+    return not any(param.shape[0] % setting.num_shards for param in experts)
+
+
+def _is_part(param: ParameterShape, config: ZeroConfig) -> bool:
+    """Whether a rank computes with some experts of a parameter alone, see [Note: experts]."""
+    return param.of_experts and config.ep_size > 1
+
+
 def _layout(param: ParameterShape, config: ZeroConfig, ranks: int) -> RowLayout:
+    if _is_part(param, config):
+        return RowLayout((param.shape[0] // config.ep_size, *param.shape[1:]), ranks // config.ep_size)
     is_cut = ranks > 1 and bool(param.shape) and param.numel > config.keep_whole_numel and not param.dtype.is_complex
     goes_by_rows = config.tp_size > 1 or not param.dtype.is_floating_point
     if is_cut and not goes_by_rows:
@@ -256,14 +284,22 @@ def _layout(param: ParameterShape, config: ZeroConfig, ranks: int) -> RowLayout:
 
 
 def unit_bytes(model: ModelShape, setting: Setting) -> list[int]:
-    """Bytes of each unit when it is whole."""
+    """Bytes of each unit when it is whole; but for experts that a rank computes with as they rest."""
     precision = Precision.from_config(setting.config)
     found = []
     for unit in model.units:
-        layouts = [(p, _layout(p, setting.config, setting.num_shards)) for p in unit.parameters]
+        params = [p for p in unit.parameters if not _rests_as_computed(p, setting)]
+        layouts = [(p, _layout(p, setting.config, setting.num_shards)) for p in params]
         sizes = [layout.padded_numel * precision.compute_for(p.dtype).itemsize for p, layout in layouts]
         found.append(place(sizes)[1])
     return found
+
+
+def _rests_as_computed(param: ParameterShape, setting: Setting) -> bool:
+    """Whether a rank holds all the experts of a parameter that it computes, in the dtype that it computes in."""
+    config, precision = setting.config, Precision.from_config(setting.config)
+    is_same = precision.master_for(param.dtype, param.trains) == precision.compute_for(param.dtype)
+    return _is_part(param, config) and config.ep_size == setting.num_shards and is_same
 
 
 def _others(num_bytes: int, ranks: int) -> int:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hf_zero.config.units import UnitGrouping
-from hf_zero.engine.units.grouping import group
+from hf_zero.engine.parameters.experts import is_of_experts
+from hf_zero.engine.units.grouping import FoundParameter, group
 from hf_zero.errors import UsageError
 from hf_zero.plan.models import SIZES, config_of
 from hf_zero.plan.states import Uses
@@ -32,12 +33,14 @@ class ParameterShape:
         shape: of the whole.
         dtype: that it was made in.
         trains: whether it gets gradients.
+        of_experts: it has a row for each expert, which ranks may divide (`ep_size`).
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
+    of_experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -91,7 +94,7 @@ class ModelShape:
 
 
 def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None, in_4bit: bool = False) -> ModelShape:
-    """The shapes of a model, which may be on the meta device.
+    """The shapes of a model, which may be on the meta device; of experts, those that have been marked (`mark_experts`).
 
     Args:
         model: any module.
@@ -105,7 +108,7 @@ def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None, in_4bit: b
     units = tuple(
         UnitShape(
             each.name,
-            tuple(_shape_of(f.names[0], f.param, id(f.param) in packed) for f in each.params),
+            tuple(_shape_of(f, id(f.param) in packed) for f in each.params),
             Uses.of(each.name, each.entries),
         )
         for each in group(model, grouping or UnitGrouping())
@@ -115,10 +118,12 @@ def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None, in_4bit: b
     return ModelShape(type(model).__name__, units, buffer_bytes)
 
 
-def _shape_of(name: str, param: nn.Parameter, is_packed: bool) -> ParameterShape:
+def _shape_of(found: FoundParameter, is_packed: bool) -> ParameterShape:
+    name, param = found.names[0], found.param
     if is_packed:
         return ParameterShape(name, (-(-param.numel() // 2), 1), torch.uint8, False)
-    return ParameterShape(name, tuple(param.shape), param.dtype, param.requires_grad)
+    of_experts = is_of_experts(found.locations)
+    return ParameterShape(name, tuple(param.shape), param.dtype, param.requires_grad, of_experts)
 
 
 def _linear_weights(model: nn.Module) -> dict[int, nn.Parameter]:

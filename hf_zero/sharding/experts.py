@@ -42,16 +42,27 @@ def share_experts(model: nn.Module, world: World) -> None:
 
 def check_experts(model: nn.Module, world: World) -> dict[str, nn.Module]:
     """The experts of a model, by name, if there is an expert axis; see `share_experts` for what it raises."""
-    if world.experts.num_ranks == 1:
+    return find_experts(model, world.experts.num_ranks, world.num_shards)
+
+
+def find_experts(model: nn.Module, ranks: int, shards: int) -> dict[str, nn.Module]:
+    """The experts of a model, by name, if several ranks divide them; see `share_experts` for what it raises.
+
+    Args:
+        model: with values, or on the meta device.
+        ranks: that compute all experts together (`ep_size`).
+        shards: that parameters are cut over.
+    """
+    if ranks == 1:
         return {}
     found = {name: module for name, module in model.named_modules() if _MARK_OF_TRANSFORMERS in vars(module)}
     if not found:
         raise PartitionError(
-            f"ep_size is {world.experts.num_ranks}, but {type(model).__name__} has no experts as transformers 5.23 marks them "
+            f"ep_size is {ranks}, but {type(model).__name__} has no experts as transformers 5.23 marks them "
             "(`use_experts_implementation`): leave ep_size out"
         )
     for name, module in found.items():
-        _check(name, module, world)
+        _check(name, module, ranks, shards)
     for name, module in model.named_modules():
         base = vars(module).get("_modules", {}).get("base_layer")
         if base is not None and any(base is each for each in found.values()):
@@ -62,8 +73,8 @@ def check_experts(model: nn.Module, world: World) -> dict[str, nn.Module]:
     return found
 
 
-def _check(name: str, module: nn.Module, world: World) -> None:
-    count, ranks, shards = getattr(module, "num_experts", None), world.experts.num_ranks, world.num_shards
+def _check(name: str, module: nn.Module, ranks: int, shards: int) -> None:
+    count = getattr(module, "num_experts", None)
     shapes = {key: tuple(param.shape) for key, param in module.named_parameters()}
     if not isinstance(count, int) or any(not shape or shape[0] != count for shape in shapes.values()):
         raise PartitionError(

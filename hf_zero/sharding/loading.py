@@ -26,6 +26,7 @@ from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
 from hf_zero.sharding.construct import Cutter, is_parameter
 from hf_zero.sharding.experts import check_experts
+from hf_zero.sharding.sequence.checks import check
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
 from hf_zero.sharding.whole_window import is_mapped
 
@@ -235,13 +236,15 @@ class LoadSeam:
         if load_config.hf_quantizer is not None and self._open_cutter is None:
             is_ours = False  # whole, until `shard_model` cuts what can be cut
         if is_ours:
+            if self._world.sequence.num_ranks > 1:
+                check(model, self._world)
+            check_experts(model, self._world)
             self._loaded.add(model)
         if not is_ours or not self._world.partitions:
             return load(
                 model, state_dict, checkpoint_files, load_config, expected_keys
             )  # an adapter, a model that stays whole
         cutter = self._open_cutter or Cutter(self._world)
-        check_experts(model, self._world)
         with self._world.together("cannot share this model's layers", PartitionError):
             refuse_mixed_parts(model, load_config.weight_mapping, self._world)
         remember_tensor_axis(model, self._world)

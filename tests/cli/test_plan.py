@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -201,6 +202,9 @@ def test_draws_what_a_rank_holds(folder: str, tmp_path: Path, capsys: pytest.Cap
         (["--network", "400gbit"], "--network goes with --gpu"),
         (["--best"], "--best compares times: give --gpu or --measure"),
         (["--gpu", "h100", "--seq-len", "64", "--cp", "2"], "is not predicted with --cp"),
+        (["--ranks", "4", "--cp", "3"], "--cp 3 does not divide the 4 ranks of a replica"),
+        (["--ranks", "4", "--sp", "2", "--cp", "4"], "--sp 2 x --cp 4 does not divide the 4 ranks of a replica"),
+        (["--ranks", "4", "--sp", "4"], "sp_size is 4, but LlamaForCausalLM has 2 heads of queries"),
     ],
 )
 def test_options_that_make_no_sense_are_errors(
@@ -241,19 +245,22 @@ def test_checkpointed_blocks_keep_their_inputs(tmp_path: Path) -> None:
     assert few[1] - fewer[1] > 3 * 10 * hidden
 
 
-def test_sequences_that_ranks_share_are_longer(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, longest = tmp_path / "shared.yaml", []
-    for options in ([], ["--cp", "4", "--write", str(out)]):
+@pytest.mark.parametrize("sizes", [{"cp": 4}, {"sp": 2}, {"sp": 2, "cp": 2}], ids=["cp4", "sp2", "sp2 x cp2"])
+def test_sequences_that_ranks_share_are_longer(
+    sizes: dict[str, int], folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, longest, ranks = tmp_path / "shared.yaml", [], math.prod(sizes.values())
+    shared = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    for options in ([], [*shared, "--write", str(out)]):
         code, text = _plan(
             capsys, folder, "--ranks", "4", "--seq-len", "1024", "--dtype", "float32", "--memory", "64MiB", *options
         )
         found = re.search(r"Longest sequence of stage 3, checkpointing: ([\d,]+) tokens", text)
         assert code == 0 and found is not None, text
         longest.append(int(found.group(1).replace(",", "")))
-    assert 2 * longest[0] < longest[1] < 4 * longest[0]
-    assert ZeroConfig.from_file(out).cp_size == 4
-    code, text = _plan(capsys, folder, "--ranks", "4", "--cp", "3")
-    assert (code, "--cp 3 does not divide the 4 ranks" in text) == (1, True)
+    assert ranks / 2 * longest[0] < longest[1] < ranks * longest[0]
+    written = ZeroConfig.from_file(out)
+    assert (written.sp_size, written.cp_size) == (sizes.get("sp", 1), sizes.get("cp", 1))
 
 
 def test_long_sequences_are_told_with_and_without_tiles(

@@ -39,14 +39,15 @@ _KINDS = {
 @pytest.mark.parametrize("vocab", [256, 8192])  # blocks are the greatest, or logits
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("tile_tokens", [0, 64])
+@pytest.mark.parametrize("tile_mlp", [0, 64])
 def test_peak_of_activations_is_within_a_tenth_of_that_of_a_run(
-    vocab: int, checkpoints: bool, tile_tokens: int
+    vocab: int, checkpoints: bool, tile_tokens: int, tile_mlp: int
 ) -> None:
-    planned, measured = _peaks(vocab, checkpoints, tile_tokens)
+    planned, measured = _peaks(vocab, checkpoints, tile_tokens, tile_mlp)
     assert planned == pytest.approx(measured, rel=0.1)
 
 
-def _peaks(vocab: int, checkpoints: bool, tile_tokens: int) -> tuple[int, int]:
+def _peaks(vocab: int, checkpoints: bool, tile_tokens: int, tile_mlp: int) -> tuple[int, int]:
     """The peak of activations of a forward and backward, planned and measured."""
     config = LlamaConfig(
         **_SMALL | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": vocab}, use_cache=False
@@ -54,7 +55,7 @@ def _peaks(vocab: int, checkpoints: bool, tile_tokens: int) -> tuple[int, int]:
     model = AutoModelForCausalLM.from_config(config).train()
     if checkpoints:
         model.gradient_checkpointing_enable()
-    engine = zero.shard_model(model, zero.ZeroConfig(stage=0, tile_tokens=tile_tokens))
+    engine = zero.shard_model(model, zero.ZeroConfig(stage=0, tile_tokens=tile_tokens, tile_mlp=tile_mlp))
     for param in model.parameters():
         param.grad = torch.zeros_like(param)  # there before, as what is counted is activations
     tokens = torch.randint(0, vocab, (2, 256), generator=torch.Generator().manual_seed(0))
@@ -68,7 +69,7 @@ def _peaks(vocab: int, checkpoints: bool, tile_tokens: int) -> tuple[int, int]:
     with torch.device("meta"):
         planned = AutoModelForCausalLM.from_config(config).train()
     batch = {"input_ids": tokens.to("meta"), "labels": tokens.to("meta")}
-    kept = activations(planned, batch, checkpoints, tile_tokens)
+    kept = activations(planned, batch, checkpoints, tile_tokens, tile_mlp)
     return kept.total + kept.largest, max(now)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, balance, predict
 from hf_zero.plan.models import config_of
@@ -105,7 +107,6 @@ def test_ten_thousand_ranks_are_arithmetic() -> None:
 
 
 def _peak_of_a_step(name: str, stage: int, accumulates: bool, checkpoints: bool) -> int:
-    """The most bytes that torch had allocated at a time in the second step, as its profiler counts them."""
     config = config_of(name)
     config.use_cache = False
     torch.manual_seed(0)
@@ -123,6 +124,11 @@ def _peak_of_a_step(name: str, stage: int, accumulates: bool, checkpoints: bool)
         optimizer.step()
         optimizer.zero_grad()
 
+    return peak_of(engine, step)
+
+
+def peak_of(engine: ZeroEngine, step: Callable[[], None]) -> int:
+    """The most bytes that torch had allocated at a time in a second step, as its profiler counts them."""
     step()
     gc.collect()
     stays = live_bytes(engine)

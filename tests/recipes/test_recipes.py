@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -88,9 +89,9 @@ def _few_rows(recipe: str, folder: Path) -> str:
     return f"--dataset_name={path}"
 
 
-def _train(recipe: str, folder: Path, argv: list[str]) -> tuple[str, Path]:
+def _train(recipe: str, folder: Path, argv: list[str], timeout_s: float = 60) -> tuple[str, Path]:
     out = folder / "out"
-    printed = run_ranks(_run, 2, recipe, [*argv, f"--output_dir={out}"], str(folder))
+    printed = run_ranks(_run, 2, recipe, [*argv, f"--output_dir={out}"], str(folder), timeout_s=timeout_s)
     assert "world size 2" in printed[0] and "world size" not in printed[1]
     return printed[0], out
 
@@ -124,6 +125,39 @@ def test_moe_leaves_what_from_pretrained_loads(tmp_path: Path) -> None:
     printed, out = _train("moe", tmp_path, argv)
     assert "trained: 2 steps" in printed and "all experts of a layer on 2 ranks" in printed
     _assert_changed(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out / "start"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["sp_size", "cp_size"])
+def test_long_context_needs_what_stood_far_before(axis: str, tmp_path: Path) -> None:
+    argv = [
+        "--seq_len=1024",
+        "--max_steps=140",
+        "--disable_tqdm=true",
+        f'--zero={{"stage": 3, "{axis}": 2, "tile_tokens": 128}}',
+    ]
+    printed, out = _train("long_context", tmp_path, argv, timeout_s=280)
+    first, last = (float(each) for each in printed.split("loss: ")[1].splitlines()[0].split(" -> "))
+    whole, near = (
+        float(each) for each in re.findall(r"loss ([\d.]+) of whole documents, ([\d.]+) without", printed)[0]
+    )
+    assert last < first / 2 and whole < 1 < near
+    assert "a document: 1024 tokens, on 2 ranks" in printed
+    _assert_changed(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out / "start"))
+
+
+def test_long_context_asks_at_the_end_for_what_stands_near_the_beginning() -> None:
+    recipe = runpy.run_path(str(RECIPES / "long_context.py"))
+    assert recipe["growing"](256, 8) == [64, 64, 64, 64, 128, 128, 256, 256]
+    tokenizer = inputs.byte_tokenizer()
+    tokenizer.add_tokens([f"{word}]" for words in recipe["NOTES"].values() for word in words])
+    for is_near in (False, True):
+        batch = recipe["Documents"](tokenizer, _texts(9), [64, 256], 0, is_near)[1]
+        ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+        asked = [place for place, label in enumerate(labels) if label != -100]
+        assert len(ids) == (128 if is_near else 256) and len(asked) == len(recipe["NOTES"])
+        assert all(ids[place] == labels[place] for place in asked)
+        assert all((labels[place] in ids[: len(ids) // 2]) != is_near for place in asked)
 
 
 @pytest.mark.slow

@@ -34,9 +34,14 @@ def mark_experts(module: nn.Module) -> None:
     vars(module)[_MARK] = True
 
 
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module has been marked."""
+    return bool(vars(module).get(_MARK))
+
+
 def is_of_experts(holders: Sequence[tuple[nn.Module, str]]) -> bool:
     """Whether a parameter that these modules hold has been marked."""
-    return any(vars(module).get(_MARK) for module, _ in holders)
+    return any(are_experts(module) for module, _ in holders)
 
 
 @dataclass(frozen=True)

@@ -45,18 +45,20 @@ def find_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check(model: PreTrainedModel, world: World) -> None:
-    """Raise a `PartitionError`, or a `ConfigError` for numbers of heads, for a model that cannot be sliced."""
+    """Raise a `PartitionError`, or a `ConfigError` for numbers of heads, for a model that cannot be sliced.
+
+    It is judged by facts that it has before it is loaded.
+    """
     config: Any = model.config.get_text_config()
     name = type(model).__name__
     if reason := _reason(model, config) or _reason_of_context(model, world):
         key = sharing_sequences(world.config.sp_size, world.config.cp_size)
         raise PartitionError(f"{key} is {world.sequence.num_ranks}, but {name} {reason}: leave {key} out")
-    check_heads(config, name, world)
+    refuse_heads(config, name, world.heads.num_ranks, world.tensor.num_ranks)
 
 
-def check_heads(config: Any, name: str, world: World) -> None:
-    """Raise a `ConfigError` if the ranks of a group cannot divide heads; those of a tensor axis divide them first."""
-    ranks, tensor = world.heads.num_ranks, world.tensor.num_ranks
+def refuse_heads(config: Any, name: str, ranks: int, tensor: int = 1) -> None:
+    """Raise a `ConfigError` if `ranks` ranks cannot divide heads (`sp_size`); those of a tensor axis divide them first."""
     heads = getattr(config, "num_attention_heads", None)
     shared = getattr(config, "num_key_value_heads", None) or heads
     if not isinstance(heads, int) or not isinstance(shared, int):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_zero as zero
 from hf_zero.errors import ConfigError, PartitionError, UsageError
+from hf_zero.sharding import loading
 from tests.ranks import on_ranks
 from tests.sequence_axis import CONFIGS, make, plain
 
@@ -42,14 +48,70 @@ def test_models_that_cannot_be_sliced_are_named() -> None:
     _refuses(transformers.LlamaForCausalLM(dynamic), PartitionError, "rotary embeddings of type dynamic")
 
 
+def _fails(*_: Any, **__: Any) -> None:
+    raise AssertionError("a file is read")
+
+
+@contextmanager
+def _reading_nothing() -> Iterator[None]:
+    """Within: whoever reads a weight, or the shape of one, fails."""
+    library = mock.patch.object(transformers.PreTrainedModel, "_load_pretrained_model", staticmethod(_fails))
+    with library, mock.patch.object(loading, "checkpoint_shapes", _fails):
+        yield
+
+
+def _saved(model: Any, folder: Path) -> Path:
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def _refuses_to_load(folder: Path, kind: type[Exception], match: str, config: dict[str, Any], **how: Any) -> None:
+    config = {"stage": 3, "collectives": "pairwise", **config}
+    with _reading_nothing(), pytest.raises(kind, match=match), zero.Init(config):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+
+
+def _with_heads(count: int) -> Any:
+    sizes = {**_SIZES, "hidden_size": 24, "num_attention_heads": count}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=20))
+
+
+@on_ranks(2)
+def test_models_that_cannot_be_sliced_are_named_before_a_weight_is_read(tmp_path: Path) -> None:
+    three = _saved(_with_heads(3), tmp_path / "three")
+    recurrent = _saved(
+        transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**_LINEAR)), tmp_path / "recurrent"
+    )
+    for stage in (0, 1, 3):
+        _refuses_to_load(three, ConfigError, "sp_size is 2, but .* has 3 heads", {"stage": stage, "sp_size": 2})
+    for axis in ("sp_size", "cp_size"):
+        _refuses_to_load(recurrent, PartitionError, f"{axis} is 2, but .* of type linear_attention", {axis: 2})
+    flex = {"attn_implementation": "flex_attention"}
+    _refuses_to_load(three, PartitionError, "computes attention by 'flex_attention'", {"cp_size": 2}, **flex)
+    with _reading_nothing():
+        zero.ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, zero=3, sp_size=2)
+        with pytest.raises(ConfigError, match="has 3 heads"):
+            transformers.AutoModelForCausalLM.from_pretrained(three)
+        zero.undo()
+
+
+@on_ranks(4)
+def test_heads_that_two_axes_do_not_divide_are_named_before_a_weight_is_read(tmp_path: Path) -> None:
+    six = _saved(_with_heads(6), tmp_path)
+    _refuses_to_load(
+        six, ConfigError, "has 3 heads .* on each of 2 ranks of the tensor axis", {"tp_size": 2, "sp_size": 2}
+    )
+
+
 @on_ranks(2)
 def test_numbers_that_do_not_divide_are_named() -> None:
     _refuses(make("llama"), ConfigError, "sp_size is 3, but 2 processes run", sp_size=3)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "sp"))
     with pytest.raises(UsageError, match="the mesh has an axis 'sp'"):
         zero.shard_model(make("llama"), zero.ZeroConfig(stage=2, sp_size=2), mesh)
-    odd = transformers.LlamaConfig(**{**_SIZES, "hidden_size": 24, "num_attention_heads": 3}, intermediate_size=20)
-    _refuses(transformers.LlamaForCausalLM(odd), ConfigError, r"has 3 heads of queries .* use one of \[3\]")
+    _refuses(_with_heads(3), ConfigError, r"has 3 heads of queries .* use one of \[3\]")
 
 
 @on_ranks(2)
