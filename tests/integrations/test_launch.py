@@ -76,8 +76,8 @@ if accelerator.is_main_process:
 """
 
 
-def _run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+def _run(*command: str, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
 
 
 def _found(result: subprocess.CompletedProcess[str]) -> Any:
@@ -98,6 +98,33 @@ def test_unchanged_scripts_train_under_the_launcher_as_under_ddp(name: str, tmp_
     theirs = _found(_run(*plain, "script.py", "out", cwd=tmp_path))
     assert ours[:2] == [2, "PartitionedTensor"] and theirs[:2] == [2, "Parameter"]
     assert ours[2] == pytest.approx(theirs[2], abs=2e-4)  # the Trainer rounds what it logs
+
+
+def _launched(axis: str, way: str, cwd: Path) -> tuple[list[str], str]:
+    """The launcher of two ranks and the script, which hears of an axis in one of the ways that there are."""
+    script, (root, ours) = TRAINER, (Path(zero.__file__).parents[1], "zero.yaml")
+    accelerate = ["-m", "accelerate.commands.launch", "--config_file"]
+    accelerated, run_ours = str(root / "configs/accelerate/cpu2.yaml"), ["-m", "hf_zero.run", "--zero", ours]
+    (cwd / ours).write_text("stage: 3\n" + (f"{axis}: 2\n" if way == "zero" else ""))
+    if way == "zero":
+        return ["-m", "hf_zero.cli.main", "launch", "--num_processes", "2", "--zero", ours], script
+    asks = f"gradient_accumulation_steps=2, parallelism_config=ParallelismConfig({axis}=2))"
+    script = "from accelerate import ParallelismConfig\n" + script.replace("gradient_accumulation_steps=2)", asks)
+    return [*accelerate, accelerated, *run_ours], script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["zero", "script"])
+@pytest.mark.parametrize("axis", ["sp_size", "cp_size"])
+def test_launched_scripts_share_sequences_and_train_as_one_process(axis: str, way: str, tmp_path: Path) -> None:
+    launcher, script = _launched(axis, way, tmp_path)
+    for name, text in (("script.py", script), ("plain.py", TRAINER)):
+        (tmp_path / name).write_text(text)
+    ours = _run(sys.executable, *launcher, "script.py", "out", cwd=tmp_path, timeout=200)
+    theirs = _found(_run(sys.executable, "plain.py", "one", cwd=tmp_path, timeout=200))
+    assert "each sequence over 2 ranks" in ours.stderr, ours.stderr
+    assert _found(ours)[:2] == [2, "PartitionedTensor"] and theirs[:2] == [1, "Parameter"]
+    assert _found(ours)[2] == pytest.approx(theirs[2], rel=1e-6)
 
 
 @pytest.mark.parametrize("place", ["top", pytest.param("late", marks=pytest.mark.slow)])
