@@ -230,7 +230,7 @@ def main() -> None:
     trainer.save_metrics("eval", metrics)
 
     if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] or [math.nan]
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] or [result.training_loss]
         print(
             f"trained: {result.global_step} steps, world size {training_args.world_size}, in {training_args.output_dir}"
         )

@@ -42,7 +42,7 @@ from tests.ranks import run_ranks
 
 _TOKENS = (2, 3)
 # Ranks add the same numbers in another order than one process does. float32 is looser where Adam divides small ones.
-_TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "mixed": (1e-4, 1e-5), "bfloat16": (5e-2, 3e-1)}
+_TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "mixed": (1e-4, 1e-5), "bfloat16": (5e-2, 6e-1)}
 _MADE_IN = {"float64": torch.float64, "float32": torch.float32, "mixed": torch.float64, "bfloat16": torch.float32}
 _COMPUTE = {"mixed": torch.float32, "bfloat16": torch.bfloat16}
 
