@@ -242,6 +242,12 @@ TORCH = [
     Seam(torch.Tensor, "_make_wrapper_subclass", "", "View"),
     Seam(torch._C, "_disabled_torch_function_impl", "", "View"),
     Seam(torch.ops.aten.add.Tensor, "_overloadname", "", "operators"),
+    Seam(
+        torch.ops.aten,
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "",
+        "plan.timing.work: what attention is counted by",
+    ),
     Seam(torch.ops.aten.add.Tensor, "_schema", "", "operators: what an operator writes to"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),

@@ -155,7 +155,7 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
             query, key = read[1], read[2]
         operations = 2 * _PRODUCTS[name] * query.numel() * key.shape[-2]
         return Work(operations, num_bytes, 0, 1)
-    counted: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
+    counted: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
     if counted is not None:
         return Work(float(counted(*args, **kwargs, out_val=out)), num_bytes, 0, 1)
     return Work(0, 0, num_bytes, 1)
