@@ -121,7 +121,12 @@ class Backward:
                 under_way.at_end(lambda: self._on_return(session))
             self.gathering.schedule.begin("backward")
             token = session.take_token()
-            torch_compat.after_backward(lambda token=token: self._end())  # type: ignore[misc]
+            # What autograd calls at the end of a call inside this one comes before the rest of this one.
+            is_inside = under_way is not None and under_way.num_inside
+            at_completion = (
+                under_way.at_completion if under_way is not None and is_inside else torch_compat.after_backward
+            )
+            at_completion(lambda token=token: self._end())  # type: ignore[misc]
         return self.session
 
     def _make_reducer(self) -> Reducer | None:

@@ -9,8 +9,9 @@ ends what has begun under that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,15 +30,27 @@ class Pass:
 
     Attributes:
         is_over: it has returned or raised. A node that another thread still runs for it begins nothing any more.
+        num_inside: calls inside it that are under way: reentrant checkpoints.
     """
 
     def __init__(self) -> None:
         self.is_over = False
+        self.num_inside = 0
+        self._completions: list[Callable[[], None]] = []
         self._ends: list[Callable[[], None]] = []
 
     def at_end(self, end: Callable[[], None]) -> None:
         """Let `end` be called in the thread that has called, when the call returns or raises."""
         self._ends.append(end)
+
+    def at_completion(self, complete: Callable[[], None]) -> None:
+        """Let `complete` be called when all of it has run, and nothing has raised."""
+        self._completions.append(complete)
+
+    def complete(self) -> None:
+        """All of it has run."""
+        while self._completions:
+            self._completions.pop(0)()
 
     def end(self) -> None:
         """It returns or raises."""
@@ -61,15 +74,30 @@ def hear_of_passes() -> None:
         _changes.replace(owner, torch_compat.RUN_BACKWARD, _telling(getattr(owner, torch_compat.RUN_BACKWARD)))
 
 
+@contextlib.contextmanager
+def _inside(around: Pass | None) -> Iterator[None]:
+    """Within: a call inside a call."""
+    if around is None:
+        yield
+        return
+    around.num_inside += 1
+    try:
+        yield
+    finally:
+        around.num_inside -= 1
+
+
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch_compat.in_backward():  # of a checkpoint, or in a hook: the call around it tells
-            return original(*args, **kwargs)
+            with _inside(current_pass()):
+                return original(*args, **kwargs)
         begun = Pass()
         torch_compat.carry_into_backward(_KEY, begun)
         try:
             result = original(*args, **kwargs)
+            begun.complete()
         except BaseException as error:
             note_failure(error)
             try:
