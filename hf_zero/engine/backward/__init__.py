@@ -14,8 +14,8 @@ so:
   without module hooks. The backward of `_Gather` gets all gradients of the call's parameters at once and closes it.
   Autograd runs the nodes made latest first, so when a call opens, every open call whose forward came after it is over, also
   one that had nothing to do.
-- **Inside.** Where the first event comes in a call inside the call (a reentrant checkpoint, in a program that calls parts of the
-  model), autograd would call back at the end of that. The session then ends with the call around it.
+- **Inside.** Where the first event comes in a call inside the call (a reentrant checkpoint, in a program that calls parts of
+  the model), autograd would call back at the end of that. The session then ends with the call around it.
 - **Graph task.** A reentrant checkpoint runs a backward inside the backward. It has a graph task (torch's number of a
   backward) of its own: gradients that come under another number than the one that opened the call are a part; the call
   stays open.
