@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     shape = shapes_of(model, in_4bit=args.load_in_4bit)
     collectives, machine = timing.machine_of(args, USUAL_RANKS_A_HOST) if timing.predicts(args) else ("native", None)
     rows = rows_of(model, shape, args, collectives)
-    if int(os.environ.get("RANK", "0")):
+    if args.measure and int(os.environ.get("RANK", "0")):
         return 0  # a launcher has started several, which have measured together
     clock = None if machine is None else timing.Clock.of(model, shape, machine, args)
     if clock is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hf_zero.plan.timing.predicting import Counted
     from hf_zero.plan.timing.schedule import Played
 
+MEASURED_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum")
 HEADS = ["step", "tokens/s", "waits", "MFU"]
 
 
@@ -45,6 +47,10 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--gpu states rates, and --measure measures them: give one of them")
     if args.network is not None and args.gpu is None:
         raise ConfigError("--network goes with --gpu; --measure measures the exchanges of this machine")
+    if args.collectives != "auto" and not args.measure:
+        raise ConfigError("--collectives says what --measure measures: give that, too")
+    if args.measure:
+        _check_measured(args)
     if not predicts(args):
         if args.best:
             raise ConfigError("--best compares times: give --gpu or --measure, too")
@@ -63,6 +69,21 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"the time of a step is not predicted with --{name}: leave it, or --gpu and --measure, out"
             )
+
+
+def _check_measured(args: argparse.Namespace) -> None:
+    """Raise for what is not measured: the prediction would be another training's."""
+    if args.replicate > 1 or args.lora is not None:
+        name = "lora" if args.lora is not None else "replicate"
+        raise ConfigError(f"--measure does not measure --{name}: leave one of them out, or give --gpu")
+    if args.optimizer not in MEASURED_OPTIMIZERS:
+        known = ", ".join(MEASURED_OPTIMIZERS)
+        raise ConfigError(f"--measure knows the time of {known}, not of {args.optimizer}: give one of these, or --gpu")
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched not in (1, args.ranks):
+        raise ConfigError(
+            f"a launcher has started {launched} processes, which measure together: give --ranks {launched}"
+        )
 
 
 def memory_of(gpu: str) -> int:

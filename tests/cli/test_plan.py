@@ -201,6 +201,13 @@ def test_draws_what_a_rank_holds(folder: str, tmp_path: Path, capsys: pytest.Cap
         (["--gpu", "h100", "--seq-len", "64", "--ranks", "16"], "16 ranks are on 2 hosts of 8: give --network"),
         (["--network", "400gbit"], "--network goes with --gpu"),
         (["--best"], "--best compares times: give --gpu or --measure"),
+        (["--collectives", "host"], "--collectives says what --measure measures: give that, too"),
+        (["--measure", "--seq-len", "64", "--replicate", "2"], "--measure does not measure --replicate"),
+        (["--measure", "--seq-len", "64", "--lora", "2"], "--measure does not measure --lora"),
+        (
+            ["--measure", "--seq-len", "64", "--optimizer", "lion"],
+            "--measure knows the time of adamw, adam, sgd, momentum",
+        ),
         (["--gpu", "h100", "--seq-len", "64", "--cp", "2"], "is not predicted with --cp"),
         (["--ranks", "4", "--cp", "3"], "--cp 3 does not divide the 4 ranks of a replica"),
         (["--ranks", "4", "--sp", "2", "--cp", "4"], "--sp 2 x --cp 4 does not divide the 4 ranks of a replica"),

@@ -159,6 +159,11 @@ def test_other_words_are_no_speed(text: str) -> None:
         speed(text)
 
 
+def test_ranks_of_a_host_share_what_it_receives_of_other_replicas() -> None:
+    replicas = stated("h100", 80.0, 16, 8, 8, False).between_replicas
+    assert replicas.of(160).seconds == pytest.approx(160 / 2 / (0.8 * 80 / 8), rel=1e-3)
+
+
 def test_a_card_that_nobody_knows_and_hosts_without_a_network_are_errors() -> None:
     with pytest.raises(ConfigError, match="--gpu z9 is not known: give one of a10, l4"):
         stated("z9", None, 8, 8, 8, False)

@@ -34,7 +34,7 @@ class Layer:
 def count(engines: Sequence[str], num_ranks: int, dtype: str) -> dict[str, dict[str, Layer]]:
     """Count on fresh ranks: by engine, and by "forward" and "backward".
 
-    A layer is half the difference that 8 and 16 layers make, and what `local`, which exchanges nothing, has is left out.
+    A layer is an eighth of the difference between 16 layers and 8, and what `local`, which exchanges nothing, has is left out.
 
     Args:
         engines: names of `hf_zero.bench.step.engines`.

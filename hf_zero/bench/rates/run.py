@@ -30,7 +30,7 @@ def measure(
         batch_size: sequences a rank.
         seq_len: tokens of a sequence.
         dtype: to compute in.
-        optimizer: "adamw", or another that torch has.
+        optimizer: "adamw", "adam", "sgd" or "momentum".
         collectives: an implementation of the exchange; "auto" for the one that training would take here.
 
     Raises:

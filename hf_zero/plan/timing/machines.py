@@ -213,8 +213,9 @@ def stated(
     peak = of.operations_float32 if is_float32 else of.operations
     inside, between = of.link_bytes_s * OF_LINKS, (network or math.inf) * OF_LINKS
     shards = Links(num_shards, on_a_host, inside, between)
-    crosses = num_shards > 1 or num_ranks > on_a_host
-    replicas = Links(num_ranks // num_shards, 1 if crosses and num_ranks > on_a_host else on_a_host, inside, between)
+    # All ranks of a host send their own rows at once, and share what it receives.
+    share = between / min(on_a_host, num_shards)
+    replicas = Links(num_ranks // num_shards, on_a_host if num_ranks <= on_a_host else 1, inside, share)
     return Machine(
         gpu,
         peak * OF_PRODUCTS,
