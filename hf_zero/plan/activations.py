@@ -142,11 +142,17 @@ class _Grouped(torch.autograd.Function):
         return rows.new_empty(rows.shape[0], weights.shape[-1])
 
 
+def is_grouped(func: Any, args: Any) -> bool:
+    """Whether a call is the product of rows [S, K], grouped by expert, with experts' weights [E, K, N]."""
+    is_product = getattr(func, "__name__", "").lstrip("_") == "grouped_mm"
+    return is_product and args[0].dim() == 2 and args[1].dim() == 3
+
+
 class _GroupedByShape(TorchFunctionMode):
     """Within: grouped products of rows [S, K] with experts' weights [E, K, N] are made by shape, in every dtype."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "").lstrip("_") == "grouped_mm" and args[0].dim() == 2 and args[1].dim() == 3:
+        if is_grouped(func, args):
             return _Grouped.apply(*args[:2])  # type: ignore[no-untyped-call, unused-ignore]
         return func(*args, **(kwargs or {}))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import hf_zero
 from hf_zero.config.zero_config import ZeroConfig
@@ -57,6 +58,24 @@ def test_what_computes_belongs_to_its_unit() -> None:
     assert len({by_unit[number] for number in layers}) == 1
     assert sum(by_unit.values()) == counted.operations
     assert counted.blocks == set(layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_token_computes_with_its_experts(dtype: torch.dtype) -> None:
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        tokens = torch.zeros(2, _TOKENS // 2, dtype=torch.long)
+    counted = Counted.of(model, shapes_of(model), {"input_ids": tokens, "labels": tokens})
+    experts = 2 * _TOKENS * 2 * 3 * 64 * 128 * 2  # two layers, two experts a token, three matrices
+    others = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 4 * 64) + 64 * 100  # queries, outputs, keys, values, router; head
+    scores = 2 * 2 * 2 * _TOKENS * (_TOKENS // 2) * 64
+    forward = sum(stretch.work.operations for stretch in counted.done.forward)
+    assert forward == experts + 2 * _TOKENS * others + scores
+    assert counted.operations == pytest.approx(3 * forward, rel=0.02)
 
 
 # ---- how it is played ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -17,6 +18,7 @@ from transformers import masking_utils
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
 from hf_zero.errors import UsageError
+from hf_zero.plan.activations import is_grouped
 
 _ROOT = "Global"  # of a `ModuleTracker`, which has the root's class in front of every other name
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -93,7 +95,7 @@ def count(model: nn.Module, batch: Mapping[str, Tensor], units: Sequence[str]) -
         given = {key: convert(value) for key, value in batch.items()}
         counting = _Counting(type(model).__name__, entries)
         try:
-            with counting, counting.tracker:
+            with _GroupedAsOne(), counting, counting.tracker:
                 loss = torch.func.functional_call(model, named, (), given).loss
                 loss.backward()
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
@@ -102,6 +104,16 @@ def count(model: nn.Module, batch: Mapping[str, Tensor], units: Sequence[str]) -
                 "of a step is not known: leave --gpu and --measure out"
             ) from error
     return Pass(tuple(counting.forward), tuple(counting.backward))
+
+
+class _GroupedAsOne(TorchFunctionMode):
+    """Within: a product grouped by expert is one of all rows with one expert's weights, which computes as much.
+
+    torch counts no operations of the grouped one, and without values knows it in bfloat16 only.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] @ args[1][0] if is_grouped(func, args) else func(*args, **(kwargs or {}))
 
 
 @dataclass
