@@ -42,7 +42,7 @@ from tests.ranks import run_ranks
 
 _TOKENS = (2, 3)
 # Ranks add the same numbers in another order than one process does. float32 is looser where Adam divides small ones.
-_TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "mixed": (1e-4, 1e-5), "bfloat16": (5e-2, 6e-1)}
+_TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "mixed": (1e-4, 1e-5), "bfloat16": (5e-2, 3e-1)}
 _MADE_IN = {"float64": torch.float64, "float32": torch.float32, "mixed": torch.float64, "bfloat16": torch.float32}
 _COMPUTE = {"mixed": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -207,7 +207,8 @@ class _Run:
         expected = self.reference.micro(op, self.dtype)[self.rank]
         assert len(seen) == len(expected)
         for index, (ours, theirs) in enumerate(zip(seen, expected, strict=True)):
-            self.compare(f"value {index} of the micro-batch", ours, theirs)
+            room = 2.0 if self.case.precision == "bfloat16" else 1.0  # sums near 0 of what is rounded to 8 bits
+            self.compare(f"value {index} of the micro-batch", ours, theirs, room=room)
         if op.kind not in ("drop", "grad_only"):
             self.is_unsynced = op.no_sync and self.case.config["stage"] < 2
         if not self.is_unsynced:
@@ -337,7 +338,7 @@ class _Run:
         if not is_exact and op.kind not in ("drop", "grad_only"):
             self.has_run_inexactly = True
 
-    def compare(self, what: str, ours: Tensor, theirs: Tensor, *, is_exact: bool = False) -> None:
+    def compare(self, what: str, ours: Tensor, theirs: Tensor, *, is_exact: bool = False, room: float = 1.0) -> None:
         assert ours.shape == theirs.shape, f"{what}: {ours.shape} against {theirs.shape}"
         if is_exact:
             self.exact_checked += 1
@@ -348,7 +349,7 @@ class _Run:
             ours,
             theirs.to(ours.dtype),
             rtol=rtol,
-            atol=atol * self.size_of(theirs),
+            atol=atol * room * self.size_of(theirs),
             msg=lambda text: f"{what}: {text}\n{ours}\n{theirs}",
         )
 
