@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_zero.cli import sequences
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,13 +167,20 @@ def machine_of(args: argparse.Namespace, usual_on_a_host: int) -> tuple[str, Mac
 
     Raises:
         ConfigError: the card is not known, or several hosts have no network.
+        UsageError: what is to be measured is no causal language model.
         BenchError: a process that measures failed.
     """
     from hf_zero.plan.timing.machines import stated
 
     if args.measure:
-        from hf_zero.bench.rates.run import measure
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+        from hf_zero.bench.rates.run import measure
+        from hf_zero.plan.shapes import configuration
+
+        config = configuration(args.model)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "num_hidden_layers"):
+            raise UsageError(f"--measure runs causal language models, and {args.model!r} is none: give --gpu")
         return measure(
             args.model, args.ranks, args.batch_size, args.seq_len, args.dtype, args.optimizer, args.collectives
         )

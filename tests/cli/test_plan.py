@@ -231,6 +231,8 @@ def test_model_without_configuration_or_tokens_is_an_error(
     config.architectures = ["ViTForImageClassification"]
     config.save_pretrained(tmp_path / "vit")
     assert _plan(capsys, str(tmp_path / "vit"))[0] == 0
+    code, text = _plan(capsys, str(tmp_path / "vit"), "--seq-len", "4", "--measure")
+    assert (code, "--measure runs causal language models" in text) == (1, True)
     code, text = _plan(capsys, str(tmp_path / "vit"), "--seq-len", "4")
     assert (code, "reads no tokens" in text) == (1, True)
 
