@@ -306,6 +306,12 @@ CALLERS_OF_BACKWARD = (torch.autograd, torch.autograd.graph)
 RUN_BACKWARD = "_engine_run_backward"
 
 
+def backward_is_for_all(*args: Any, **kwargs: Any) -> bool:
+    """Whether `RUN_BACKWARD`, called with these, gives gradients to all leaves that it reaches."""
+    inputs = args[4] if len(args) > 4 else kwargs.get("inputs", ())
+    return not inputs and bool(kwargs.get("accumulate_grad"))
+
+
 def carry_into_backward(key: str, value: object) -> None:
     """Let every thread that works for a backward that this thread begins from now on find `value` under `key`."""
     torch._C._stash_obj_in_tls(key, value)

@@ -480,7 +480,7 @@ def _jobs() -> list[tuple[int, range]]:
     """(ranks, seeds) of each test: on 4 ranks two replicas, or (3000s, from 10000 on) a second copy. The last once failed."""
     four = [2000, 2001, 3000, 3001, 2006, 40339, 2221, 2394]
     return [
-        (2, [*range(9), 330, 395, 752, 20003, 20058, 20290, 20608, 4323]),
+        (2, [*range(9), 330, 395, 752, 20003, 20058, 20290, 20608, 4323, 4599]),
         (3, [*range(1006, 1012), 1100]),
         (4, four),
     ]

@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import hf_zero as zero
+from hf_zero import torch_compat
 from hf_zero.engine.ranks.world import World, world_that_cut
 from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Net, Twins, assert_same, batch, square_loss, whole
 from tests.ranks import on_ranks
@@ -258,6 +260,33 @@ def test_every_order_of_sync_and_no_sync_accumulates_as_ddp_does(order: str, sta
 def _halve_gradients(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad.mul_(0.5)
+
+
+class _OneOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor, trains: bool) -> Tensor:
+        return self.trained(x) if trains else self.frozen(x)
+
+
+@on_ranks(2, stage=[0, 1])
+def test_a_backward_that_reaches_frozen_parameters_alone_reduces_what_no_sync_has_kept(stage: int) -> None:
+    model = _OneOfTwo()
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    x = torch.full((1, 3), dist.get_rank() + 1.0, requires_grad=True)
+    with model.no_sync():
+        model(x, True).sum().backward()
+    own = torch_compat.local_of(model.trained.weight.grad).clone()
+    for end in (
+        lambda loss: torch.autograd.grad(loss, x),
+        lambda loss: loss.backward(inputs=[x]),
+    ):
+        end(model(x, False).sum())
+        assert torch.equal(torch_compat.local_of(model.trained.weight.grad), own)  # neither asks for all gradients
+    model(x, False).sum().backward()
+    assert torch.equal(whole(model.trained.weight.grad), torch.full((2, 3), 1.5))
 
 
 @on_ranks(2, stage=SHARDED)

@@ -115,7 +115,7 @@ class Backward:
         if self.session is None:
             self.gathering.flush_edits()
             gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
-            session = self.session = Session(gradients)
+            session = self.session = Session(gradients, under_way is not None and under_way.is_for_all)
             self.gathering.before_wait = self._before_wait
             if under_way is not None:
                 under_way.at_end(lambda: self._on_return(session))
@@ -164,6 +164,7 @@ class Backward:
             return
         self._finish_calls(session)
         session.gradients.run_hooks()
+        session.has_gradients = session.has_gradients or self._reduces_earlier_ones(session)
         self.gathering.schedule.end()
         self.gathering.end_reads()
         self.session = self.gathering.before_wait = None
@@ -177,6 +178,11 @@ class Backward:
         for p in session.gradients.given():
             for hook in post_accumulate_hooks(p.param):
                 hook(p.param)
+
+    def _reduces_earlier_ones(self, session: Session) -> bool:
+        """Whether what was kept under `no_sync` is reduced by a backward that has given no parameter a gradient."""
+        is_kept = self._follows_no_sync and not self._world.shards_gradients
+        return is_kept and self._is_syncing and session.is_for_all
 
     def _finish(self, session: Session) -> None:
         if session.has_gradients:

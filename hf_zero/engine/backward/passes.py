@@ -31,10 +31,12 @@ class Pass:
     Attributes:
         is_over: it has returned or raised. A node that another thread still runs for it begins nothing any more.
         num_inside: calls inside it that are under way: reentrant checkpoints.
+        is_for_all: it gives gradients to whatever it reaches; not `torch.autograd.grad`, nor `backward(inputs=...)`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_for_all: bool = True) -> None:
         self.is_over = False
+        self.is_for_all = is_for_all
         self.num_inside = 0
         self._completions: list[Callable[[], None]] = []
         self._ends: list[Callable[[], None]] = []
@@ -93,7 +95,7 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch_compat.in_backward():  # of a checkpoint, or in a hook: the call around it tells
             with _inside(current_pass()):
                 return original(*args, **kwargs)
-        begun = Pass()
+        begun = Pass(torch_compat.backward_is_for_all(*args, **kwargs))
         torch_compat.carry_into_backward(_KEY, begun)
         try:
             result = original(*args, **kwargs)

@@ -19,11 +19,13 @@ class Session:
         open_calls: those whose backward has begun, and not ended.
         began: after the forwards that it may reach.
         reached: when the forward ended whose backward began last: what has begun later is over.
+        is_for_all: whatever it reaches gets a gradient; see `Pass`.
         token: dead once autograd has dropped its callback.
     """
 
-    def __init__(self, gradients: Accumulation) -> None:
+    def __init__(self, gradients: Accumulation, is_for_all: bool) -> None:
         self.gradients = gradients
+        self.is_for_all = is_for_all
         self.has_gradients = False
         self.leases: list[Lease] = []
         self.open_calls: set[Call] = set()
