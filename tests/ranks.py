@@ -41,6 +41,10 @@ from typing import Any, Literal, TypeVar, cast, overload
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 T = TypeVar("T")
 Test = Callable[..., None]
@@ -133,7 +137,22 @@ def _leave_group() -> None:
     gc.collect()  # with what nodes of graphs held
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # then the groups that meshes in cycles hold: gloo closes its sockets when they go
+    _forget_meshes()
+    gc.collect()  # then the groups that meshes in cycles hold: gloo closes its sockets, and ends its threads, when they go
+
+
+def _forget_meshes() -> None:
+    """Empty what holds the meshes of a job that is over, and so its groups."""
+    if (groups := sys.modules.get("hf_zero.comm.groups")) is not None:
+        groups._program = None
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for cached in (
+        ShardingPropagator._propagate_tensor_meta_cached,
+        MeshTopoInfo.build_from_mesh,
+        _gen_transform_infos,
+    ):
+        cached.cache_clear()
 
 
 def _clean_up() -> None:

@@ -1,6 +1,5 @@
 """Models over some of the program's ranks, and models that are held several times."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +39,15 @@ def test_two_halves_train_two_models_at_the_same_time(stage: int, collectives: s
 
 @on_ranks(4)
 def test_groups_of_models_that_are_gone_are_closed_by_their_ranks_alone() -> None:
-    half = dist.get_rank() // 2
+    half, mesh = dist.get_rank() // 2, _half()
     for number in range(3 + half):
         model = Net()
-        zero.shard_model(model, {"stage": 1 + number % 3, "collectives": "pairwise"}, mesh=_half_of(half))
+        zero.shard_model(model, {"stage": 1 + number % 3, "collectives": "pairwise"}, mesh=mesh)
         square_loss(model, batch(0, 0)).backward()
         del model
     everyone = Net()
     zero.shard_model(everyone, {"stage": 2})
     square_loss(everyone, batch(0, 0)).backward()
-
-
-@functools.cache
-def _half_of(half: int) -> DeviceMesh:
-    return _half()
 
 
 @on_ranks(4)
