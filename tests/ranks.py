@@ -170,6 +170,7 @@ def _reset(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(_ROOT)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training that fails leaves the Trainer's, which keeps its model
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)

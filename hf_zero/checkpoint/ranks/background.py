@@ -32,13 +32,19 @@ class BackgroundSaves:
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._get_world = weakref.ref(world)  # which `_by_world` lets go with its model
         self._own_world = world.beside(WRITING_S)
         self._kept: dict[str, torch.Tensor] = {}
         self._copied: torch.Event | None = None  # the last copies from a device have arrived
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._after: Callable[[], None] = lambda: None
+
+    @property
+    def _world(self) -> World:
+        world = self._get_world()
+        assert world is not None, "the model is gone"
+        return world
 
     @property
     def kept_bytes(self) -> int:
@@ -113,10 +119,11 @@ class BackgroundSaves:
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None
+        after, self._after = self._after, lambda: None
         with self._world.together("saving in the background", CheckpointError):
             if error is not None:
                 raise error
-        self._after()
+        after()
 
 
 _by_world: weakref.WeakKeyDictionary[World, BackgroundSaves] = weakref.WeakKeyDictionary()

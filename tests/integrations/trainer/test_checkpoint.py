@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +20,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
+import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
 from hf_zero.checkpoint.files.tensor_file import read_layout
 from hf_zero.checkpoint.offline.export import export
 from hf_zero.checkpoint.offline.inspection import check
+from hf_zero.checkpoint.ranks.background import background_of
 from tests.checkpoint.files.test_windows import small_windows
 from tests.checkpoint.reads import counting_reads
 from tests.integrations import states
@@ -356,6 +361,23 @@ def test_failure_in_the_background_is_raised_on_all_ranks(folder: str) -> None:
         refused(trainer.train, "CheckpointError", "rank 1", "No space left")
     assert os.listdir(out) == ["checkpoint-1"]
     assert_alike(trainer.evaluate(dataset(4))["eval_loss"])
+
+
+@on_ranks(2)
+@undone
+def test_what_was_copied_for_a_save_goes_with_its_trainer(folder: str) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1, **zero_of(3, async_save=True)}
+    trainer = make_trainer(folder, 3, output_dir=f"{folder}/let_go", **options)
+    trainer.train()
+    saves = background_of(zero.engine_of(trainer.model).world)  # type: ignore[union-attr]
+    assert saves is not None and saves.kept_bytes
+    kept = weakref.ref(saves)
+    del saves, trainer
+    zero.undo()  # models load partitioned until then
+    AcceleratorState._reset_state(reset_partial_state=True)  # which keeps the plugins of the last accelerator
+    for _ in range(2):
+        gc.collect()
+    assert kept() is None
 
 
 # ---- by a signal ----------------------------------------------------------------------------------------------------

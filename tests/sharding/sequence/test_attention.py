@@ -82,7 +82,7 @@ def saved_bytes(model: Any, batch: dict[str, Tensor]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a node that saves its own output would hold itself
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(**batch)
