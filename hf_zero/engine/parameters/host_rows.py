@@ -9,6 +9,7 @@ and in `landing`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -46,6 +47,11 @@ class HostRows:
         self.is_stale = True
         self._copied: torch.Event | None = None  # the last copies from `sent` have been made
         self._version = -1  # of a plain parameter's rows, when they were last copied
+
+    def __del__(self) -> None:
+        if self._copied is not None and self.kept is not None and not sys.is_finalizing():
+            # The memory of `kept` is used anew by what is queued on the compute stream from now on.
+            torch.accelerator.current_stream(self.device).wait_event(self._copied)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copied parameter gets rooms of its own, with its engine."""
