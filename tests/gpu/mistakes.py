@@ -347,9 +347,17 @@ MISTAKES = {
 
 
 def is_seen(mistake: Mistake, device: torch.device, built: Any) -> bool:
-    """Whether a run with the mistake comes out otherwise on any rank."""
-    right, before = mistake.run(device), built.counts().get("failures", 0)
+    """Whether a run with the mistake comes out otherwise on any rank.
+
+    A host that stands still lets its device catch up, and then nothing is early: a busy machine has three tries.
+    """
+    right = mistake.run(device)
     assert right.isfinite().all(), right
+    return any(_comes_out_otherwise(mistake, right, device, built) for _ in range(3))
+
+
+def _comes_out_otherwise(mistake: Mistake, right: Tensor, device: torch.device, built: Any) -> bool:
+    before = built.counts().get("failures", 0)
     built.forgive_failures(True)
     try:
         with mistake.make(built):
