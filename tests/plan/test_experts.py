@@ -35,7 +35,8 @@ _WIDE = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
 
 
 def _config(stage: int, axes: str, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "collectives": "pairwise", "prefetch_bytes": 0, **_AXES[axes][1], **more}
+    reshards = {"reshard_after_forward": True} if stage == 3 else {}  # else as memory allows, which no plan knows
+    return {"stage": stage, "collectives": "pairwise", "prefetch_bytes": 0, **reshards, **_AXES[axes][1], **more}
 
 
 def _predicted(model: nn.Module, config: dict[str, Any], num_ranks: int, kept: Kept, rank: int = 0) -> Holding:
