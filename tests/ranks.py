@@ -41,10 +41,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 import numpy
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
 
 T = TypeVar("T")
 Test = Callable[..., None]
@@ -58,6 +55,12 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
 if sys.platform == "linux":
     ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo resolves the host's name, which may be slow or fail
+_CACHES_OF_MESHES: tuple[tuple[Any, str], ...] = (  # of DTensor's; not every version of torch has all of them
+    (_collective_utils, "MeshTopoInfo.build_from_mesh.cache_clear"),
+    (_redistribute, "_gen_transform_infos.cache_clear"),
+    (_redistribute, "clear_redistribute_planner_cache"),
+    (_sharding_prop, "ShardingPropagator._propagate_tensor_meta_cached.cache_clear"),
+)
 _NOTHING = pickle.dumps(pickle.dumps(None))  # the reply of a worker that is ready or clean
 
 
@@ -145,14 +148,11 @@ def _forget_meshes() -> None:
     """Empty what holds the meshes of a job that is over, and so its groups."""
     if (groups := sys.modules.get("hf_zero.comm.groups")) is not None:
         groups._program = None
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    for cached in (
-        ShardingPropagator._propagate_tensor_meta_cached,
-        MeshTopoInfo.build_from_mesh,
-        _gen_transform_infos,
-    ):
-        cached.cache_clear()
+    debug._clear_sharding_prop_cache()
+    for owner, name in _CACHES_OF_MESHES:
+        clear = functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), owner)
+        if clear is not None:
+            clear()
 
 
 def _clean_up() -> None:
