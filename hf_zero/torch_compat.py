@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import sys
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._library import simple_registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +22,9 @@ from torch.utils import _foreach_utils
 
 from hf_zero.errors import PartitionError
 from hf_zero.layout import Cut, TensorCut, row_major
+
+_DISPATCHES_BY_CLASS = (2, 12)
+_with_a_rule: dict[type, Callable[..., Any]] = {}
 
 
 def tensor_cut(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> TensorCut | None:
@@ -97,6 +102,21 @@ def are_locals_of(values: Mapping[Any, Any], others: Mapping[Any, Any]) -> bool:
 def complete(tensor: Tensor) -> Tensor:
     """What a functional collective gives, as an ordinary tensor, once its exchange is over; any other as it is."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def dispatch_by_class(kind: type[DTensor]) -> type[DTensor]:
+    """Let operators on a subclass of `DTensor` come to its `__torch_dispatch__`; a decorator.
+
+    They do since torch 2.12. In 2.11 torch's C++ takes them for a `DTensor`'s, unless there is a rule for the operator and the
+    exact type (`torch.library.register_torch_dispatch`): there is one for all of them.
+    """
+    if torch.__version__ < _DISPATCHES_BY_CLASS:
+        if not _with_a_rule:
+            holder = simple_registry.GenericTorchDispatchRuleHolder
+            plainly = holder.find
+            holder.find = lambda self, found: _with_a_rule.get(found) or plainly(self, found)  # type: ignore[method-assign]
+        _with_a_rule[kind] = lambda cls, *call: cls.__torch_dispatch__(*call)
+    return kind
 
 
 def step_in_lists(kind: type[Tensor]) -> None:
@@ -314,7 +334,22 @@ def backward_is_for_all(*args: Any, **kwargs: Any) -> bool:
 
 def carry_into_backward(key: str, value: object) -> None:
     """Let every thread that works for a backward that this thread begins from now on find `value` under `key`."""
+    if _loses_a_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
+
+
+@functools.cache
+def _loses_a_reference() -> bool:
+    """Whether torch gives back a reference to what it has carried that it never took: 2.11 does."""
+    carried = [object()] * 2
+    before = sys.getrefcount(carried[0])
+    for each in (carried[0], None):
+        torch._C._stash_obj_in_tls("hf_zero.probe", each)
+    loses = sys.getrefcount(carried[0]) < before
+    if loses:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(carried[0]))
+    return loses
 
 
 def carried_by_backward(key: str) -> object:

@@ -106,6 +106,7 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
     return {key: value for key, value in vars(tensor).items() if key not in _SLOTS}
 
 
+@torch_compat.dispatch_by_class
 class PartitionedTensor(Shares, Readable, Root, DTensor):
     """A `DTensor` that is a parameter of hf_zero, an alias of one, or computed from one: see the notes above."""
 

@@ -14,6 +14,7 @@ from hf_zero.engine.parameters.operators import writes_of
 from hf_zero.engine.parameters.rule import AtRest, run
 
 
+@torch_compat.dispatch_by_class
 class UnreducedGradient(DTensor):
     """What `.grad` is under `no_sync` in stage 1: this rank's whole gradient, with the placement `Partial`.
 

@@ -13,17 +13,20 @@ from hf_zero.changes import Changes
 from hf_zero.engine.parameters.views import Readable
 
 _changes = Changes()
+_UNWRAPS = "_unwrap_dtensor_for_comparison"  # from torch 2.12 on, which looks at each before it compares
 
 
 def install() -> None:
     """Let comparisons come by here; a second call changes nothing."""
     if not _changes:
         _changes.keep()
-        _changes.wrap(_comparison, "_unwrap_dtensor_for_comparison", _compare_wholes)
+        _changes.wrap(
+            _comparison, _UNWRAPS if hasattr(_comparison, _UNWRAPS) else "not_close_error_metas", _compare_wholes
+        )
 
 
-def _compare_wholes(original: Any, actual: Any, expected: Any) -> Any:
-    return original(_whole(actual), _whole(expected))
+def _compare_wholes(original: Any, actual: Any, expected: Any, **options: Any) -> Any:
+    return original(_whole(actual), _whole(expected), **options)
 
 
 def _whole(compared: Any) -> Any:
