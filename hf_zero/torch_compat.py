@@ -23,7 +23,7 @@ from torch.utils import _foreach_utils
 from hf_zero.errors import PartitionError
 from hf_zero.layout import Cut, TensorCut, row_major
 
-_DISPATCHES_BY_CLASS = (2, 12)
+_DISPATCHES_BY_CLASS = "2.12"
 _with_a_rule: dict[type, Callable[..., Any]] = {}
 
 
@@ -112,9 +112,9 @@ def dispatch_by_class(kind: type[DTensor]) -> type[DTensor]:
     """
     if torch.__version__ < _DISPATCHES_BY_CLASS:
         if not _with_a_rule:
-            holder = simple_registry.GenericTorchDispatchRuleHolder
+            holder: Any = simple_registry.GenericTorchDispatchRuleHolder
             plainly = holder.find
-            holder.find = lambda self, found: _with_a_rule.get(found) or plainly(self, found)  # type: ignore[method-assign]
+            holder.find = lambda self, found: _with_a_rule.get(found) or plainly(self, found)
         _with_a_rule[kind] = lambda cls, *call: cls.__torch_dispatch__(*call)
     return kind
 

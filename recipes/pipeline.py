@@ -72,7 +72,7 @@ def main() -> None:
     is_first, is_last = (index in indices for index in (0, num_parts - 1))
     for step in range(args.max_steps):
         first = (step * ranks + mesh["rank"].get_local_rank()) * batch  # the stages of a pipeline see the same batch
-        rows = blocks[torch.arange(first, first + batch) % len(blocks)]
+        rows = blocks[torch.arange(first, first + batch) % len(blocks)].to(state.device)
         losses: list[Tensor] = []
         schedule.step(*[rows] if is_first else [], target=rows if is_last else None, losses=losses if is_last else None)
         norm = clip_grad_norm_(models, 1.0, mesh.get_group("stage"))

@@ -171,9 +171,10 @@ def run_ranks(
     # Processes that failed by themselves come first: the others were killed above.
     for rank in sorted(reporting, key=lambda rank: processes[rank].returncode < 0):
         if code := processes[rank].returncode:
-            text = (folder / f"output{rank}").read_text(errors="replace")
+            lines = (folder / f"output{rank}").read_text(errors="replace").splitlines(keepends=True)
+            text = "".join(line for line in lines if not line.startswith("frame #"))  # of C++, some sixty an error
             what = f"was not done after {limit_s:.0f} s" if is_late else f"ended with {code}"
-            raise BenchError(f"{module} with {options}: rank {rank} {what}:\n{text[-2000:]}")
+            raise BenchError(f"{module} with {options}: rank {rank} {what}:\n{text[-4000:]}")
     return [dict(json.loads((folder / f"report{rank}.json").read_text())) for rank in reporting]
 
 

@@ -9,14 +9,18 @@ ranks has been waited for (the peers have begun both then), or until the group i
 from __future__ import annotations
 
 import datetime
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from hf_zero.comm import torch_groups
 from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 8  # missing ranks that an error lists
 
@@ -131,13 +135,25 @@ class Exchange:
 def named(
     error: RuntimeError, description: str, missing: int | Sequence[int] | None, timeout_s: float
 ) -> CollectiveError:
-    """The error of one exchange, which names the operation and the rank that is missing, or several, if they are known."""
+    """The error of one exchange, which names the operation and the rank that is missing, or several, if they are known.
+
+    Where torch watches exchanges on a device, it ends this process for the same reason, perhaps before anybody has printed the
+    error: so it is logged at once.
+    """
+    error_of_exchange = CollectiveError(told(error, description, missing, timeout_s))
+    if torch_groups.watches_a_device():
+        logger.error("%s", error_of_exchange)
+    return error_of_exchange
+
+
+def told(error: RuntimeError, description: str, missing: int | Sequence[int] | None, timeout_s: float) -> str:
+    """What `named` says."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     ranks = () if missing is None else (missing,) if isinstance(missing, int) else tuple(missing)
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     whom = f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}" if ranks else "its peers"
     what = f"waited {timeout_s:g} s for {whom}" if is_late(error) else f"lost {whom}"
-    return CollectiveError(
+    return (
         f"rank {dist.get_rank()} {what} in {description}. Every rank must run the same units in the same order: look for "
         f"an error on {whom}, a unit that only some ranks call, or a call made on one rank only "
         f"(timeout_s raises the limit). Cause: {reason}"

@@ -184,6 +184,13 @@ def _implementation(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
+def watches_a_device() -> bool:
+    """Whether the program's group has a backend of a device, whose watchdog ends a process that has lost a peer."""
+    group = dist.group.WORLD
+    devices = [] if group is None else [each for each in group._device_types if each.type != "cpu"]
+    return any(backend_on(cast(dist.ProcessGroup, group), each) != "gloo" for each in devices)
+
+
 def may_be_bound_by_torch(group: dist.ProcessGroup, local_number: int | None) -> bool:
     """Whether torch, not the program, may have chosen the device that a group is bound to.
 

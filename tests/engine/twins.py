@@ -49,7 +49,8 @@ class Net(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+    drawn = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def square_loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def offload_memory(device: torch.device) -> dict[str, Any]:
     """The peak of a step on the device is the plan's, within a tenth."""
     if device.type == "cpu":
         return {}
+    _measured(device, {"stage": 1}, 1)  # the first product of matrices takes a workspace, for good
     template, tokens = _model("meta"), torch.zeros(_BATCH, _LENGTH, dtype=torch.long, device="meta")
     found, worst = {}, 0.0
     for stage, dtype, micro_batches in itertools.product((1, 2, 3), ("float32", "bfloat16"), (1, 2)):

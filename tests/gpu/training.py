@@ -67,3 +67,10 @@ def furthest(
     """How far losses are from those of one process; by default, of a batch on each rank."""
     plain = expected(device, num_batches or dist.get_world_size(), dist.get_rank() if own is None else own, case)
     return float((losses - plain).abs().max())
+
+
+def alike(found: Tensor, expected: Tensor, device: torch.device) -> bool:
+    """Whether losses and norms have the same bits; on CUDA nearly, where fused AdamW rounds otherwise than on the host."""
+    if device.type != "cuda":
+        return torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    return torch.allclose(found, expected, rtol=0.02, atol=2e-3, equal_nan=True)

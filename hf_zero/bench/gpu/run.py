@@ -64,7 +64,7 @@ PARTS = {
     "overlap": Part("exchanges beside the computation", 120),
     "host_time": Part("the host's time a layer", 150),
     "peak": Part("peak beside the plan", 150),
-    "offload": Part("offload to the host", 90),
+    "offload": Part("offload to the host", 150),
     "steps": Part("steps beside DDP and FSDP2", 300),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,8 +87,8 @@ def _trained(
     return torch.stack(found).float().cpu()
 
 
-def under(engine: str, device: torch.device, given: dict[str, Any]) -> Training:
-    """The model to measure under an engine of `hf-zero bench step`, in bfloat16."""
+def under(engine: str, device: torch.device, given: dict[str, Any], offload: object = "none") -> Training:
+    """The model to measure under an engine of `hf-zero bench step`, in bfloat16, some of it in the host's memory."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -97,16 +97,18 @@ def under(engine: str, device: torch.device, given: dict[str, Any]) -> Training:
         model: nn.Module = AutoModelForCausalLM.from_config(config)
         return model.train()
 
-    return build(engine, Setup(make, device, torch.bfloat16, given["batch_size"]))
+    return build(engine, Setup(make, device, torch.bfloat16, given["batch_size"], offload))
 
 
-def step(trained: Training, device: torch.device, given: dict[str, Any]) -> None:
-    """One step of it."""
-    tokens = torch.randint(256, (given["batch_size"], given["seq_len"])).to(device)
+def step(trained: Training, device: torch.device, given: dict[str, Any], number: int = 0) -> Tensor:
+    """One step of it, on the batch of that number; its loss."""
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    tokens = torch.randint(256, (given["batch_size"], given["seq_len"]), generator=generator).to(device)
     with trained.context():
         loss = trained.model(input_ids=tokens, labels=tokens).loss
     trained.backward(loss)
     trained.step()
+    return cast(Tensor, loss.detach())
 
 
 def worst(value: float) -> float:

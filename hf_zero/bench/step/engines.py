@@ -54,12 +54,14 @@ class Setup:
         device: where it trains.
         dtype: to compute in; parameters and optimizer states are fp32 in any case.
         batch_size: sequences per rank.
+        offload: what rests elsewhere under hf_zero, as its configuration says it.
     """
 
     make_model: Callable[[], nn.Module]
     device: torch.device
     dtype: torch.dtype
     batch_size: int
+    offload: object = "none"
 
     @property
     def is_mixed(self) -> bool:
@@ -164,6 +166,7 @@ def _hf_zero(stage: int, exchange: str, setup: Setup, kept: str = "auto") -> Tra
     whole from a forward to its backward, see `known`.
     """
     config: dict[str, Any] = {"stage": stage, "compute_dtype": str(setup.dtype).removeprefix("torch.")}
+    config["offload"] = setup.offload
     config["reshard_after_forward"] = _reshards(kept)
     config["collectives"] = "pairwise" if exchange in ("none", "disk") else exchange
     if exchange == "disk":

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm.beside.store import Notes
-from hf_zero.comm.exchange import named
+from hf_zero.comm.exchange import told
 from hf_zero.comm.groups import default_group
-from hf_zero.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class Watch:
                 self._notes.write(self._own, what)
         self._written = what
 
-    def _error_of(self, mark: _Mark, share: float = 1.0) -> CollectiveError:
+    def _error_of(self, mark: _Mark, share: float = 1.0) -> str:
         what, cause, absent = _without_number(mark.what), "timed out on the device", list[int]()
         if share < 1:
             cause = f"has not timed out on the device yet, but will after {mark.timeout_s:g} s"
@@ -129,7 +128,7 @@ class Watch:
                     cause += f"; rank {rank} waits in {theirs}"
         except _GONE as error:
             cause += f"; the others cannot be asked: {error}"
-        return named(RuntimeError(cause), mark.what, absent or None, share * mark.timeout_s)
+        return told(RuntimeError(cause), mark.what, absent or None, share * mark.timeout_s)
 
 
 def _without_number(what: str) -> str:
