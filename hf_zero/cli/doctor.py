@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu:
         return _first_run(args)
     findings = []
-    for finding in _all(2 if args.num_processes is None else args.num_processes):
+    for finding in _all(args.num_processes):
         findings.append(finding)
         print(f"{finding.state:<4}  {finding.what:<14} {finding.said}", flush=True)
     bad = sum(finding.state == "bad" for finding in findings)
@@ -108,14 +108,13 @@ def _first_run(args: argparse.Namespace) -> int:
     return int(not page.is_right)
 
 
-def _all(num_processes: int) -> Iterator[Finding]:
+def _all(num_processes: int | None) -> Iterator[Finding]:
     yield Finding("ok", "hf_zero", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield from packages(importlib.metadata.requires("hf-zero") or [])
     yield from _devices()
     yield from _host()
     yield from _environment()
-    if num_processes >= 2:
-        yield _ranks(num_processes)
+    yield from _ranks(num_processes)
 
 
 def packages(requirements: list[str]) -> Iterator[Finding]:
@@ -212,15 +211,28 @@ def _environment() -> Iterator[Finding]:
             yield Finding("note", name, f"1: {why}; unset it, unless something else needs it")
 
 
-def _ranks(num_processes: int) -> Finding:
+def _ranks(num_processes: int | None) -> Iterator[Finding]:
+    """Whether ranks can exchange: as many as are asked for, else two; where there are devices, not more than these."""
+    from hf_zero.bench import devices
     from hf_zero.bench.comm import run as comm
 
+    wanted, count = 2 if num_processes is None else num_processes, devices.count()
+    if wanted < 2:
+        return
+    if count == 1 and num_processes is None:
+        yield Finding("ok", "ranks", "one device: one rank trains on it, and exchanges with nobody")
+        return
+    if 0 < count < wanted:
+        there = f"{count} {'device is' if count == 1 else 'devices are'} here"
+        yield Finding("bad", "ranks", f"{wanted} asked for, but {there}: two ranks cannot exchange on one device")
+        return
     try:
-        found = comm.run(num_processes, [1.0], 3)
+        found = comm.run(wanted, [1.0], 3)
     except ZeroError as error:
         last = str(error).strip().splitlines()[-1]
-        return Finding("bad", "ranks", f"{num_processes} processes could not exchange: {last}")
+        yield Finding("bad", "ranks", f"{wanted} processes could not exchange: {last}")
+        return
     times = [f"{name} {1e3 * sum(timing[1:]):.1f}" for name, (timing,) in found["timings"].items()]
     reason = found["reason"].removeprefix("auto: ")
     said = f"auto takes {found['chosen']} ({reason}; ms for 1 MiB: {', '.join(times)})"
-    return Finding("ok", "ranks", f"{found['ranks']} exchange; collectives: {said}")
+    yield Finding("ok", "ranks", f"{found['ranks']} exchange; collectives: {said}")

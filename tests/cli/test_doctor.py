@@ -95,3 +95,14 @@ def test_devices_of_any_maker_are_told_with_what_they_exchange_by(
     *devices, exchanges = doctor._devices()
     assert [(each.what, each.said) for each in devices] == [(f"{kind}:{i}", "a device, 3 GiB") for i in (0, 1)]
     assert (exchanges.state, exchanges.what) == expected[:2] and expected[2] in exchanges.said
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(None, ("ok", "one device: ")), (3, ("bad", "3 asked for, but 1 device is"))]
+)
+def test_one_device_has_nobody_to_exchange_with(
+    asked: int | None, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_zero.bench.devices.count", lambda: 1)
+    (finding,) = doctor._ranks(asked)
+    assert (finding.state, finding.said[: len(expected[1])]) == expected

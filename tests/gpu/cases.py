@@ -6,6 +6,7 @@ Each asserts what must hold, on its rank, and returns figures worth reading.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -247,6 +248,7 @@ def memory(device: torch.device) -> dict[str, Any]:
         found[f"stage {stage}"] = f"{predicted / 2**20:.0f} MiB predicted"
         if device.type != "cuda":
             continue
+        gc.collect()
         before = torch.cuda.memory_allocated()
         model = AutoModelForCausalLM.from_config(config).to(device)
         zero.shard_model(model, {"stage": stage})
