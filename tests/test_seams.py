@@ -39,6 +39,7 @@ from huggingface_hub.serialization import _torch as hub_torch
 from packaging.requirements import Requirement
 from torch import nn
 from torch._functorch._aot_autograd import runtime_wrappers as aot_wrappers
+from torch._library import simple_registry
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.distributed.mixin import DistributedMixin
@@ -99,12 +100,6 @@ ELASTIC = [
     ),
     Seam(
         importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
-        "run",
-        "self._shutdown(e.sigval, timeout=self._shutdown_timeout)",
-        "healing: as much as where a scheduler ends them",
-    ),
-    Seam(
-        importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
         "_invoke_run",
         "run_result = self._monitor_workers(self._worker_group) state = run_result.state",
         "healing: it decides before the agent does",
@@ -148,12 +143,6 @@ TORCH = [
         "wrappers: refused before it takes rows for parameters",
     ),
     Seam(COMPOSABLE, "", "import _localize_dtensor", "wrappers: looked up at the call"),
-    Seam(
-        torch.testing._comparison,
-        "assert_close",
-        "actual, expected = _unwrap_dtensor_for_comparison(actual, expected)",
-        "comparisons: `assert_close` of what is at rest",
-    ),
     Seam(DTensor, "__new__", "", "rows_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
     Seam(
         torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"
@@ -590,9 +579,6 @@ def tensor_axis_seams() -> list[Seam]:
         Seam(moe, "use_experts_implementation", "self.config._experts_implementation, original_forward", "all of them"),
         Seam(torch.distributed.device_mesh.DeviceMesh, "_flatten", "", "norms over both axes are one exchange"),
         Seam(torch.distributed.tensor.placement_types, "_StridedShard", "split_factor", "rows of what is cut by rows"),
-        Seam(
-            torch.utils.checkpoint, "_CheckpointFrame", "_make_saved_tensor(arg, is_output=False)", "inputs pass hooks"
-        ),
         Seam(modeling_layers.GradientCheckpointingLayer, "__init_subclass__", "self._gradient_checkpointing_func(", ""),
         Seam(ParallelismConfig, "_validate_accelerator", "self.total_size != accelerator.num_processes", "on CPUs too"),
         Seam(accelerate.Accelerator, "_prepare_tp", "_get_tensor_address", "not ours: empty rows have no address"),
@@ -656,6 +642,40 @@ SINCE_5_23 = [
 if compare_versions("transformers", ">=", "5.23"):
     SEAMS += SINCE_5_23
 
+# What torch 2.11 does otherwise.
+SINCE_2_12 = [
+    Seam(
+        importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
+        "run",
+        "self._shutdown(e.sigval, timeout=self._shutdown_timeout)",
+        "healing: as much as where a scheduler ends them",
+    ),
+    Seam(
+        torch.testing._comparison,
+        "assert_close",
+        "actual, expected = _unwrap_dtensor_for_comparison(actual, expected)",
+        "comparisons: `assert_close` of what is at rest",
+    ),
+    Seam(torch.utils.checkpoint, "_CheckpointFrame", "_make_saved_tensor(arg, is_output=False)", "inputs pass hooks"),
+]
+IN_2_11 = [
+    Seam(
+        simple_registry.SimpleLibraryRegistry,
+        "find",
+        "res = SimpleOperatorEntry(qualname)",
+        "dispatch_by_class: an entry for every operator",
+    ),
+    Seam(
+        simple_registry,
+        "find_torch_dispatch_rule",
+        ".torch_dispatch_rules.find(",
+        "dispatch_by_class: asked for each type",
+    ),
+    Seam(torch.testing._comparison, "assert_close", "not_close_error_metas(", "comparisons"),
+    Seam(torch.utils.checkpoint, "_NoopSaveInputs", "ctx.save_for_backward(*tensors)", "inputs pass hooks"),
+]
+SEAMS += SINCE_2_12 if compare_versions("torch", ">=", "2.12") else IN_2_11
+
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{getattr(seam.owner, '__name__', '')}.{seam.name}")
 def test_upstream_still_has(seam: Seam) -> None:
@@ -690,7 +710,9 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 def test_every_private_name_in_use_is_in_the_table() -> None:
     trees = {path.name: ast.parse(path.read_text()) for path in (ROOT / "hf_zero").rglob("*.py")}
     own = {name for tree in trees.values() for name in own_names(tree)}
-    known = {name for seam in SEAMS for name in re.findall(r"\b_\w+", f"{seam.name} {seam.text}")} | {
+    known = {
+        name for seam in (*SEAMS, *SINCE_2_12, *IN_2_11) for name in re.findall(r"\b_\w+", f"{seam.name} {seam.text}")
+    } | {
         "_getframe",
         "_current_frames",
         "_exit",

@@ -154,7 +154,11 @@ def healing(args: Namespace) -> Iterator[Healing]:
 
         def stop(agent: Any, group: Any) -> None:
             is_well = group.state is WorkerState.HEALTHY  # a host comes: they save, as when a scheduler ends them
-            agent._shutdown(timeout=agent._shutdown_timeout if is_well else _TO_END_S)
+            theirs = getattr(agent, "_shutdown_timeout", None)
+            if theirs is None:  # torch 2.11 gives everyone 30 s
+                agent._shutdown()
+            else:
+                agent._shutdown(timeout=theirs if is_well else _TO_END_S)
 
         @functools.wraps(monitor)
         def monitored(agent: Any, group: Any) -> Any:
