@@ -727,7 +727,7 @@ def test_every_private_name_in_use_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "trl"])
 def test_installed_version_lies_in_the_declared_range(package: str) -> None:
-    """The oldest release is declared; the newest is the one that somebody has run `.ci/newest` with."""
+    """The oldest release is declared; the newest is the one that somebody has run `.ci/versions newest` with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *project["optional-dependencies"]["all-recipes"]]
     declared = [each.specifier for each in map(Requirement, texts) if each.name == package]

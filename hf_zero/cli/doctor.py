@@ -22,7 +22,7 @@ _OPTIONAL = {
     "tokenizers": "recipes on a vocabulary of their own",
     "matplotlib": "plots of recipes",
 }
-# The newest releases that the tests have been run with, see `.ci/newest`; the README tells of them, too.
+# The newest releases that the tests have been run with, see `.ci/versions newest`; the README tells of them, too.
 TESTED = {
     "torch": "2.15",
     "transformers": "5.24",

@@ -146,7 +146,8 @@ def test_compiled_models_train_as_others_do(stage: int, case: tuple[Callable[[],
         twins.model.compile(backend=backend)
         twins.step(2)
         twins.assert_same_output()
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+        if torch.__version__ >= "2.12":  # before, it compiles the call of a hooked module anew for each of its states
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
     finally:
         torch.compiler.reset()
 
