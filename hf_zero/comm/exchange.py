@@ -140,10 +140,10 @@ def named(
     Where torch watches exchanges on a device, it ends this process for the same reason, perhaps before anybody has printed the
     error: so it is logged at once.
     """
-    error_of_exchange = CollectiveError(told(error, description, missing, timeout_s))
+    made = CollectiveError(told(error, description, missing, timeout_s))
     if torch_groups.watches_a_device():
-        logger.error("%s", error_of_exchange)
-    return error_of_exchange
+        logger.error("%s", made)
+    return made
 
 
 def told(error: RuntimeError, description: str, missing: int | Sequence[int] | None, timeout_s: float) -> str:
