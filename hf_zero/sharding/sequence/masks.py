@@ -19,13 +19,18 @@ from hf_zero.errors import UsageError
 from hf_zero.sharding.sequence import passes
 from hf_zero.sharding.sequence.context import IS_CAUSAL, check_name
 
+_OF_PACKED = (
+    "packed_sequence_compatibility_function"  # older releases of transformers look at documents alone, not at places
+)
+
 
 def change(changes: Changes) -> None:
     """Let transformers make such masks."""
     from transformers import masking_utils
 
     changes.wrap(masking_utils, "_preprocess_mask_arguments", _of_all_tokens)
-    changes.wrap(masking_utils, "packed_sequence_compatibility_function", _of_all_positions)
+    if hasattr(masking_utils, _OF_PACKED):
+        changes.wrap(masking_utils, _OF_PACKED, _of_all_positions)
     changes.wrap(masking_utils, "maybe_pad_block_sequence_ids", _refuse_blocks)
     kind = masking_utils.AttentionMaskInterface
     original = kind.__getitem__
