@@ -6,12 +6,17 @@ import functools
 import tempfile
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+NEEDS_TENSOR_PARALLELISM = pytest.mark.skipif(
+    compare_versions("transformers", "<", "5.23"), reason="tp_size needs 5.23"
+)
 VOCAB, LENGTH, BATCH = 67, 9, 2  # 67 rows divide neither by the ranks of one axis nor by all
 
 _SIZES = {

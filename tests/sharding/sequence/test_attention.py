@@ -18,6 +18,7 @@ from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.sharding.sequence.passes import joined_outputs
 from tests.ranks import on_ranks
 from tests.sequence_axis import BATCH, LENGTH, Pair, loss_of, make, packed, plain, ragged
+from tests.tensor_axis import NEEDS_TENSOR_PARALLELISM
 
 _LAYERS, _HEADS, _SHARED, _WIDTH, _FLOAT = 2, 4, 2, 6, 4
 
@@ -117,6 +118,7 @@ def _load(folder: str) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder).train()
 
 
+@NEEDS_TENSOR_PARALLELISM
 @on_ranks(4)
 def test_a_tensor_axis_beside_it_trains_as_one_process(tmp_path: Path) -> None:
     folder = [str(tmp_path)]

@@ -20,6 +20,7 @@ from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.sharding import loading
 from tests.ranks import on_ranks
 from tests.sequence_axis import CONFIGS, make, plain
+from tests.tensor_axis import NEEDS_TENSOR_PARALLELISM
 
 _SIZES = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _BERT = {**_SIZES, "intermediate_size": 20, "max_position_embeddings": 16}
@@ -97,6 +98,7 @@ def test_models_that_cannot_be_sliced_are_named_before_a_weight_is_read(tmp_path
         zero.undo()
 
 
+@NEEDS_TENSOR_PARALLELISM
 @on_ranks(4)
 def test_heads_that_two_axes_do_not_divide_are_named_before_a_weight_is_read(tmp_path: Path) -> None:
     six = _saved(_with_heads(6), tmp_path)
