@@ -45,11 +45,64 @@ def _folder(name: str, tmp_path: Path) -> list[str]:
     return [str(tmp_path / "state")] if name in NEED_A_FOLDER else []
 
 
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+_OF_ONE = [
+    "offload",
+    "offload_in_chunks",
+    "offload_in_parts",
+    "offload_is_refused",
+    "offload_memory",
+    "offload_waits",
+    "offload_threads",
+    "offload_scaled",
+    "offload_doors",
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("name", CASES_OF_TWO)
-def test_on_a_gpu(name: str, tmp_path: Path) -> None:
-    print(_launched(name, tmp_path))
+@ON_A_GPU
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        *((name, 2) for name in CASES_OF_TWO),
+        *((name, 1) for name in ("parity", "memory", *_OF_ONE)),
+        *((name, 4) for name in CASES_OF_FOUR),
+    ],
+)
+def test_on_a_gpu(name: str, num_ranks: int, tmp_path: Path) -> None:
+    print(_launched(name, tmp_path, num_ranks=num_ranks))
+
+
+_STEPS = ["--max_steps=10", "--logging_steps=5", "--per_device_train_batch_size=4", "--save_strategy=no"]
+_RECIPES: dict[str, tuple[int, list[str]]] = {
+    "clm": (2, ["--zero=configs/zero3.yaml", *_STEPS, "--bf16", "--verify_export"]),
+    "sft": (1, ["--zero=configs/zero3.yaml", *_STEPS]),
+    "lora": (2, ["--zero=configs/zero3.yaml", *_STEPS]),
+    "dpo": (1, ["--zero=configs/zero3.yaml", *_STEPS]),
+    "grpo": (
+        2,
+        ["--zero=configs/zero3.yaml", "--max_steps=2", "--save_strategy=no", "--per_device_train_batch_size=8"],
+    ),
+    "classification": (1, ["--zero=configs/zero2.yaml", *_STEPS]),
+    "vit": (2, ["--zero=configs/zero3.yaml", *_STEPS]),
+    "seq2seq": (2, ["--zero=configs/zero3.yaml", *_STEPS]),
+    "embedding": (2, ["--zero=configs/zero3.yaml", *_STEPS]),
+    "moe": (2, ["--zero=configs/expert_parallel.yaml", *_STEPS]),
+    "long_context": (2, ["--zero=configs/long_context.yaml", "--max_steps=4", "--seq_len=4096", "--save_strategy=no"]),
+    "custom_loop": (2, ["--zero=configs/zero3.yaml", "--max_steps=10"]),
+    "muon": (2, ["--zero=configs/zero3.yaml", "--max_steps=10"]),
+    "nn_transformer": (2, ["--max_steps=10"]),
+    "pipeline": (4, ["--zero=configs/zero1.yaml", "--stages=2", "--max_steps=10"]),
+}
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+@pytest.mark.parametrize("recipe", _RECIPES)
+def test_a_recipe_on_a_gpu(recipe: str, tmp_path: Path) -> None:
+    num_ranks, options = _RECIPES[recipe]
+    words = [f"recipes/{recipe}.py", "--output_dir", str(tmp_path / "out"), *options]
+    print(_ranks(words, tmp_path, num_ranks)[-1500:])
 
 
 @pytest.mark.slow
@@ -90,20 +143,7 @@ def test_on_the_late_device(name: str, order: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("late_device")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "offload",
-        "offload_in_chunks",
-        "offload_in_parts",
-        "offload_is_refused",
-        "offload_memory",
-        "offload_waits",
-        "offload_threads",
-        "offload_scaled",
-        "offload_doors",
-    ],
-)
+@pytest.mark.parametrize("name", _OF_ONE)
 def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
     shown = _launched(name, tmp_path, ["tests.gpu.late.run", name, "late,early"], num_ranks=1)
     assert [f"{name}, {order}: right" for order in ("late", "early") if f"{name}, {order}: right" not in shown] == []
@@ -122,20 +162,32 @@ def test_the_late_device_trains_right_and_shows_mistakes(tmp_path: Path) -> None
 def _launched(
     name: str, tmp_path: Path, module: Sequence[str] = (), num_ranks: int = 2, last: str | None = None
 ) -> str:
-    """What rank 0 says of a case, of a process a rank: each is on a GPU of its own, or all are on the one there is.
+    """What rank 0 says of a case.
 
     Args:
         name: of the case.
         tmp_path: for logs, and for what it saves.
-        module: what is run, with its arguments; by default on a GPU. The late device has two a host.
+        module: what is run, with its arguments; by default on a GPU.
         num_ranks: how many processes.
         last: what the lines begin with that are given back; by default the name.
     """
+    words = ["-m", *(module or ("tests.gpu.cases", name)), *_folder(name, tmp_path)]
+    text = _ranks(words, tmp_path, num_ranks, is_late=bool(module))
+    return "\n".join(line for line in text.splitlines() if line.startswith(name if last is None else last))
+
+
+def _ranks(words: Sequence[str], tmp_path: Path, num_ranks: int, is_late: bool = False) -> str:
+    """What rank 0 says of a program, of a process a rank: each is on a GPU of its own, or all are on the one there is.
+
+    Args:
+        words: for Python.
+        tmp_path: for logs.
+        num_ranks: how many processes.
+        is_late: on the late device, which has two a host.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    is_late = bool(module)
     shares = torch.cuda.device_count() < num_ranks and not is_late
-    words = [sys.executable, "-m", *(module or ("tests.gpu.cases", name)), *_folder(name, tmp_path)]
     ranks, logs = [], [tmp_path / f"rank{rank}" for rank in range(num_ranks)]
     environment = {key: value for key, value in ENVIRONMENT.items() if key not in _DROPPED}
     for rank, log in enumerate(logs):
@@ -151,7 +203,7 @@ def _launched(
         elif is_late:
             own["NCCL_HOSTID"] = f"host{rank // 2}"
         with log.open("wb") as output:
-            ranks.append(subprocess.Popen(words, env=own, stdout=output, stderr=subprocess.STDOUT))
+            ranks.append(subprocess.Popen([sys.executable, *words], env=own, stdout=output, stderr=subprocess.STDOUT))
     try:
         deadline = time.monotonic() + _LIMIT_S
         while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
@@ -164,4 +216,4 @@ def _launched(
             each.wait()
     texts = [log.read_text(errors="replace") for log in logs]
     assert [each.returncode for each in ranks] == [0] * num_ranks, "\n---\n".join(text[-4000:] for text in texts)
-    return "\n".join(line for line in texts[0].splitlines() if line.startswith(name if last is None else last))
+    return texts[0]
