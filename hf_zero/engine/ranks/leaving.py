@@ -24,14 +24,17 @@ from hf_zero.comm.groups import default_group
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 _changes = Changes()
-_stayers: list[Callable[[], None]] = []
+_leavers: list[Callable[[], Callable[[], None] | None]] = []
 
 
-def before_leaving(stay: Callable[[], None]) -> None:
-    """Call `stay()` when this process is about to exit or to destroy its default group, unless it does so by an error."""
-    if not _stayers:
+def before_leaving(leave: Callable[[], Callable[[], None] | None]) -> None:
+    """When this process is about to exit or to destroy its default group, call `leave()`, and what it returns, which stays.
+
+    Not if it does so by an error. Everything leaves before the first stays: ranks may have come in different orders.
+    """
+    if not _leavers:
         atexit.register(_at_exit)
-    _stayers.append(stay)
+    _leavers.append(leave)
     if not _changes:
         _changes.keep()
         _changes.wrap(dist, "destroy_process_group", _destroy)
@@ -49,8 +52,12 @@ def _destroy(original: Callable[..., None], group: Any = None) -> None:
 
 
 def _stay() -> None:
-    while _stayers:
-        _stayers.pop()()
+    while _leavers:
+        stays = [leave() for leave in reversed(_leavers)]
+        _leavers.clear()
+        for stay in stays:
+            if stay is not None:
+                stay()
 
 
 def no_function_runs() -> bool:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -136,7 +137,7 @@ class Serving:
             answer(_ROWS, _answer_rows)
             answer(_LEAVING, _answer_leaving)
             itself = weakref.ref(self)
-            before_leaving(lambda: None if (serving := itself()) is None else serving.stay())
+            before_leaving(lambda: None if (serving := itself()) is None else serving.leave())
 
     def add(self, engine: Served) -> int:
         """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns its number."""
@@ -340,10 +341,13 @@ class Serving:
 
     # --- the end of the program ---------------------------------------------------------------------------------
 
-    def stay(self) -> None:
-        """Stay until no rank may ask any more; see [Note: leaving]."""
+    def leave(self) -> Callable[[], None]:
+        """Be about to leave; returns what stays until no rank may ask any more, see [Note: leaving]."""
+        self._is_leaving = True
+        return partial(self._stay, self._here())
+
+    def _stay(self, here: _Place) -> None:
         assert self._peers is not None
-        self._is_leaving, here = True, self._here()
         others = self._peers.others
         remaining = others if len(others) < FEW_RANKS else others[:1]
         while remaining := [rank for rank in remaining if self._may_ask(rank, here)]:

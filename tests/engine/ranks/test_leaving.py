@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.ranks import ENVIRONMENT
+import hf_zero as zero
+from hf_zero.engine.ranks import leaving
+from tests.engine.twins import Net
+from tests.ranks import ENVIRONMENT, on_ranks
 
 SCRIPT = """
 import sys, time
@@ -84,3 +88,14 @@ def test_a_rank_that_ends_by_an_error_does_not_stay(tmp_path: Path) -> None:
     first, second = _run(tmp_path, 1, "error")
     assert "ValueError: on purpose" in second.stderr
     assert "CollectiveError: rank 0 lost rank 1" in first.stderr
+
+
+@on_ranks(2)
+def test_ranks_that_leave_their_models_in_different_orders_do_not_stay_for_each_other() -> None:
+    leaving._leavers.clear()  # of earlier jobs
+    models = [zero.shard_model(Net(), {"stage": 3}) for _ in range(2)]
+    if dist.get_rank():
+        leaving._leavers.reverse()
+    assert len(leaving._leavers) == len(models)
+    leaving._stay()
+    dist.barrier()
