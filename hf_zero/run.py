@@ -75,7 +75,11 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
             file=sys.stderr,
         )
     elif _is_loss_of_peer(error):
-        print("hf_zero: a peer has ended in the middle of an exchange: its own error says why", file=sys.stderr)
+        ours = str(error).partition(". ")[0] if isinstance(error, ZeroError) else ""  # which rank, in which exchange
+        print(
+            f"hf_zero: {ours or 'a peer has ended in the middle of an exchange'}: its own error says why",
+            file=sys.stderr,
+        )
     else:
         _leave_out_transport(error)
         sys.__excepthook__(kind, error, trace)

@@ -234,9 +234,10 @@ def _told_of(cause: str) -> tuple[str, str]:
 
 def test_a_peers_end_is_one_sentence_whoever_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    sentence = "hf_zero: a peer has ended in the middle of an exchange: its own error says why\n"
     for text in _GLOO:
-        assert _told_of(text) == (sentence, sentence)
+        raw, ours = _told_of(text)
+        assert raw == "hf_zero: a peer has ended in the middle of an exchange: its own error says why\n"
+        assert ours == "hf_zero: rank 0 lost rank 1 in gather of unit 'head': its own error says why\n"
 
 
 def test_a_transports_error_stands_not_beside_ours_that_quotes_it(monkeypatch: pytest.MonkeyPatch) -> None:
