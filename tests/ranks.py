@@ -158,6 +158,8 @@ def _forget_meshes() -> None:
 def _clean_up() -> None:
     """Undo what a job may leave behind; an error here ends the process, and the parent replaces it."""
     _reset(ENVIRONMENT)
+    if (init := sys.modules.get("hf_zero.sharding.init")) is not None and init._active:
+        init.undo()  # `ZeroTrainingArguments` partition every model that is made from then on
     _leave_group()
     gc.freeze()  # what is left is modules and caches, of which jobs import more and more
 
