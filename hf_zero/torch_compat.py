@@ -107,8 +107,8 @@ def complete(tensor: Tensor) -> Tensor:
 def dispatch_by_class(kind: type[DTensor]) -> type[DTensor]:
     """Let operators on a subclass of `DTensor` come to its `__torch_dispatch__`; a decorator.
 
-    They do since torch 2.12. In 2.11 torch's C++ takes them for a `DTensor`'s, unless there is a rule for the operator and the
-    exact type (`torch.library.register_torch_dispatch`): there is one for all of them.
+    They do since torch 2.12. In 2.11 torch's C++ takes them for a `DTensor`'s, unless a rule is registered for the operator and
+    the exact type: here all operators have one.
     """
     if torch.__version__ < _DISPATCHES_BY_CLASS:
         if not _with_a_rule:
