@@ -58,6 +58,17 @@ class Hosts:
             text=True,
         )
 
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """While active, nothing passes the line between the hosts, and nobody is told."""
+        end = self._names[0]
+        line = ["ip", "netns", "exec", end, "ip", "link", "set", f"{end}v"]
+        _run(*line, "down")
+        try:
+            yield
+        finally:
+            _run(*line, "up")
+
 
 def ranks_on(hosts: Hosts, ranks_a_host: int, command: Sequence[str], folder: Path) -> list[subprocess.Popen[str]]:
     """A program on each rank of both hosts, with the variables that `init_process_group` reads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -20,13 +21,26 @@ from hf_zero.host import progress
 from tests.hosts import ADDRESS, two_hosts, why_not
 from tests.ranks import ENVIRONMENT
 
-# Each place in argv ("step:rank:how") kills, once or always, the rank that comes to it, or tells the launcher to end.
+# Each place in argv ("step:rank:how") kills, once or always, the rank that comes to it, fills the disk, or tells the launcher
+# to end; "host" and "cut" tell only who watches the folder. The samples of each step are noted, see `samples`.
 SCRIPT = """
-import hashlib, os, signal, sys, time, torch
+import contextlib, hashlib, json, os, signal, sys, time, torch
 from pathlib import Path
+from accelerate.utils import broadcast_object_list
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 out, *places = sys.argv[1:]
+Path(out, "filler").unlink(missing_ok=True)
+
+class Noting(Trainer):
+    start = None
+
+    def training_step(self, model, inputs, *rest):
+        if self.start is None:
+            self.start = broadcast_object_list([time.time()])[0]
+        with open(f"{out}.samples-{os.getpid()}-{os.uname().nodename}", "a") as file:
+            print(json.dumps([self.state.global_step, self.start, inputs["input_ids"].tolist()]), file=file)
+        return super().training_step(model, inputs, *rest)
 
 class Killing(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
@@ -40,9 +54,13 @@ class Killing(TrainerCallback):
                 done.touch()
                 if how == "once":
                     raise RuntimeError("once")
-                if how == "end":
+                if how == "full":
+                    with contextlib.suppress(OSError), open(Path(out, "filler"), "wb", buffering=0) as file:
+                        for _ in range(1 << 14):
+                            file.write(bytes(4096))
+                elif how == "end":
                     os.kill(os.getppid(), signal.SIGTERM)
-                else:
+                elif how not in ("host", "cut"):
                     os.kill(os.getpid(), getattr(signal, how))
 
 torch.manual_seed(0)
@@ -52,7 +70,7 @@ generator = torch.Generator().manual_seed(0)
 data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (40, 8), generator=generator)]
 args = TrainingArguments(out, max_steps=int(os.environ.get("STEPS", "8")), per_device_train_batch_size=4, save_steps=2,
     logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2)
-trainer = Trainer(model, args, train_dataset=data, callbacks=[Killing()])
+trainer = Noting(model, args, train_dataset=data, callbacks=[Killing()])
 trainer.train()
 trainer.save_model(out)
 if args.process_index == 0:
@@ -148,6 +166,22 @@ def _weights(said: str) -> str:
     return found[1]
 
 
+def samples(folder: Path, out: str) -> dict[int, list[list[int]]]:
+    """Of each step of a run of `SCRIPT`, as it was done last; in the order of their tokens."""
+    found = dict[int, dict[float, list[list[int]]]]()
+    for file in folder.glob(f"{out}.samples-*"):
+        for step, start, rows in map(json.loads, file.read_text().splitlines()):
+            found.setdefault(step, {}).setdefault(start, []).extend(rows)
+    return {step: sorted(starts[max(starts)]) for step, starts in sorted(found.items())}
+
+
+def _check_samples(found: dict[int, list[list[int]]], num_steps: int) -> None:
+    """Each epoch of 5 steps has every one of the 40 samples once."""
+    assert list(found) == list(range(num_steps))
+    epochs = [sorted(sum((found[step] for step in range(at, at + 5)), [])) for at in range(0, num_steps, 5)]
+    assert all(len(epoch) == 40 for epoch in epochs) and epochs[1:] == epochs[:-1]
+
+
 def test_a_training_whose_rank_is_killed_goes_on_to_its_end(tmp_path: Path) -> None:
     code, healed = _launch(tmp_path, "b", "3:1:SIGKILL", STEPS="4")
     assert code == 0, healed
@@ -214,3 +248,4 @@ def test_a_run_goes_on_without_a_lost_host_and_again_with_it(tmp_path: Path) -> 
     assert "1 ranks: 2 micro-batches a step keep the 8 samples" in said
     at = [int(step) for step in re.findall(r"going on from out/checkpoint-(\d+)", said)]
     assert len(at) == 2 and at[1] >= 20
+    _check_samples(samples(tmp_path, "out"), 60)
