@@ -178,7 +178,7 @@ def samples(folder: Path, out: str) -> dict[int, list[list[int]]]:
 def _check_samples(found: dict[int, list[list[int]]], num_steps: int) -> None:
     """Each epoch of 5 steps has every one of the 40 samples once."""
     assert list(found) == list(range(num_steps))
-    epochs = [sorted(sum((found[step] for step in range(at, at + 5)), [])) for at in range(0, num_steps, 5)]
+    epochs = [sorted(row for step in range(at, at + 5) for row in found[step]) for at in range(0, num_steps, 5)]
     assert all(len(epoch) == 40 for epoch in epochs) and epochs[1:] == epochs[:-1]
 
 
