@@ -9,7 +9,6 @@ import time
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,15 +35,6 @@ _REASONS = (
 )
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """Addresses `first` to `end` - 1, as long as `memory` is mapped."""
-
-    memory: weakref.ref[mmap.mmap]
-    first: int
-    end: int
-
-
 class HostCollectives(Collectives):
     """Ranks of one host that share its memory.
 
@@ -64,7 +54,7 @@ class HostCollectives(Collectives):
     def __init__(self, board: Board, axis: Axis) -> None:
         super().__init__(axis)
         self._board = board
-        self._shared: list[_Shared] = []
+        self._shared = dict[int, weakref.ref[mmap.mmap]]()  # by the address of its storage
         self._scratch: list[Tensor] = []
 
     def allocate(self, num_bytes: int, label: str) -> torch.UntypedStorage:
@@ -91,8 +81,8 @@ class HostCollectives(Collectives):
                 "Free memory, or set `collectives: pairwise`"
             )
         storage = host_memory.as_storage(memory)
-        self._shared = [each for each in self._shared if each.memory() is not None]
-        self._shared.append(_Shared(weakref.ref(memory), storage.data_ptr(), storage.data_ptr() + num_bytes))
+        self._shared = {start: each for start, each in self._shared.items() if each() is not None}
+        self._shared[storage.data_ptr()] = weakref.ref(memory)
         return storage
 
     def before_write(self, label: str) -> None:
@@ -106,8 +96,8 @@ class HostCollectives(Collectives):
         self._board.lanes["reduce_scatter"].settle("the end of reduce_scatter", self.timeout_s)
 
     def _is_shared(self, tensor: Tensor) -> bool:
-        address = tensor.data_ptr()
-        return any(each.first <= address < each.end for each in self._shared if each.memory() is not None)
+        memory = self._shared.get(tensor.untyped_storage().data_ptr())
+        return memory is not None and memory() is not None
 
     def _sum_rows(
         self, items: Sequence[Rows], owner: int, outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
