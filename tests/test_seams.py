@@ -709,7 +709,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.skipif(compare_versions("transformers", "<", "5.23"), reason="the table has rows of transformers 5.23")
 def test_every_private_name_in_use_is_in_the_table() -> None:
-    trees = {path.name: ast.parse(path.read_text()) for path in (ROOT / "hf_zero").rglob("*.py")}
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "hf_zero").rglob("*.py")}
     own = {name for tree in trees.values() for name in own_names(tree)}
     known = {
         name for seam in (*SEAMS, *SINCE_2_12, *IN_2_11) for name in re.findall(r"\b_\w+", f"{seam.name} {seam.text}")

@@ -9,7 +9,9 @@ import functools
 import mmap
 import os
 import struct
+import weakref
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,19 +91,52 @@ def _place(folder: Path) -> int:
     return zlib.crc32(str(folder.absolute()).encode())
 
 
-def note_step() -> None:
-    """An optimizer step begins."""
-    slot = _slot()
-    if slot is not None:
-        slot.step += 1
-        slot.write()
+class _Steps:
+    """Of the trainings that this process is in."""
+
+    def __init__(self) -> None:
+        self.begin(0, ())
+
+    def begin(self, step: int, optimizers: Iterable[object]) -> None:
+        self.newest = step
+        self._first = weakref.WeakKeyDictionary(dict.fromkeys(optimizers, step))
+        self._first_of_others = 0 if self._first else step
+        self._done = weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[object, int]]()
+
+    def note(self, optimizer: object, model: object) -> None:
+        done = self._done.setdefault(optimizer, weakref.WeakKeyDictionary())
+        done[model] = done.get(model, 0) + 1
+        self.newest = max(self.newest, self.of(optimizer))
+
+    def of(self, optimizer: object) -> int:
+        done = max(self._done[optimizer].values()) if optimizer in self._done else 0
+        return self._first.get(optimizer, self._first_of_others) + done
 
 
-def note_resumed(step: int) -> None:
-    """A training goes on from a checkpoint of this step."""
+_steps = _Steps()
+
+
+def steps_of(optimizers: Iterable[object]) -> int:
+    """Steps that these have begun, those before a resumed checkpoint included; of the one that has done most."""
+    return max(map(_steps.of, optimizers), default=0)
+
+
+def note_step(optimizer: object, model: object) -> None:
+    """A step of an optimizer begins, which several models hear of where it has parameters of several."""
+    _steps.note(optimizer, model)
+    _write_steps()
+
+
+def note_begin(step: int, optimizers: Iterable[object] = ()) -> None:
+    """A training begins, or goes on from a checkpoint of this step, with these optimizers if they are known."""
+    _steps.begin(step, optimizers)
+    _write_steps()
+
+
+def _write_steps() -> None:
     slot = _slot()
     if slot is not None:
-        slot.step = step
+        slot.step = _steps.newest
         slot.write()
 
 

@@ -125,6 +125,25 @@ def test_steps_are_forgotten_between_starts_and_what_is_saved_is_not(tmp_path: P
     assert progress.read(healing.file, 2) == progress.Progress(0, 10)
 
 
+class _Thing:
+    """What a step is of."""
+
+
+def test_a_step_is_counted_once_whatever_number_of_optimizers_and_models_it_has() -> None:
+    first, second, one, other = (_Thing() for _ in range(4))
+    progress.note_begin(5)
+    for _ in range(3):
+        progress.note_step(first, one)
+        progress.note_step(first, other)
+        progress.note_step(second, one)
+    assert progress.steps_of([first, second]) == 8
+    progress.note_step(second, one)
+    assert (progress.steps_of([first]), progress.steps_of([first, second])) == (8, 9)
+    progress.note_begin(3, [first])
+    progress.note_step(first, one)
+    assert (progress.steps_of([first]), progress.steps_of([second])) == (4, 0)
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
@@ -202,6 +221,64 @@ def test_a_run_that_is_killed_hangs_and_is_queued_again_has_the_same_bits(tmp_pa
     code, healed = _launch(tmp_path, "c", "3:0:SIGSTOP")
     assert code == 0 and "start 1 of" in healed, healed
     assert _weights(healed) == _weights(undisturbed)
+
+
+# Two optimizers, of which none counts its steps; told to end in the middle, by the launcher.
+_LOOP = """
+import hashlib, os, signal, sys, torch
+import hf_zero as zero
+
+out, end_at = sys.argv[1], int(sys.argv[2])
+accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=2))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+loader = torch.utils.data.DataLoader(torch.arange(160.0).reshape(40, 4) / 160, batch_size=2, shuffle=True)
+model, loader, *optimizers = accelerator.prepare(model, loader, *optimizers)
+state = zero.resume_or_start(accelerator, out)
+done = int(state.name) if state else 0
+signal.signal(signal.SIGTERM, lambda *_: accelerator.set_trigger())
+for step, batch in enumerate(accelerator.skip_first_batches(loader, done), done + 1):
+    accelerator.backward(model(batch).square().mean())
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    if step == end_at and accelerator.process_index == 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.sigtimedwait([], 2)
+    if accelerator.check_trigger():
+        accelerator.save_state(f"{out}/{step}")
+        break
+else:
+    with zero.GatheredParameters(model):
+        found = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    if accelerator.is_main_process:
+        print("at", step, "weights", hashlib.sha256(found).hexdigest()[:16])
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_that_is_told_to_end_saves_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(_LOOP)
+
+    def launched(out: str, end_at: int) -> tuple[int, str]:
+        words = f"launch --max_restarts 1 --num_processes 2 --zero 2 loop.py {out} {end_at}".split()
+        done = subprocess.run(
+            [sys.executable, "-m", "hf_zero.cli.main", *words],
+            cwd=tmp_path,
+            env=ENVIRONMENT | {"SLURM_JOB_ID": "7"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    _, undisturbed = launched("a", 0)
+    code, ended = launched("b", 4)
+    assert code == 0 and "told to end, and all is saved" in ended and "weights" not in ended, ended
+    code, gone_on = launched("b", 0)
+    assert code == 0 and _weights(gone_on) == _weights(undisturbed), gone_on
+    assert "at 10 weights" in gone_on
 
 
 @pytest.mark.slow

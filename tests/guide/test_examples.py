@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def test_an_example_runs_as_it_stands(example: tuple[str, int]) -> None:
     try:
         exec(compile(code.replace("path-or-hub-name", f"{folder[0]}/model"), page, "exec"), names)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         hf_zero.undo()
         os.chdir(Path(hf_zero.__file__).parents[1])
     dist.barrier()

@@ -245,7 +245,7 @@ class Gathering:
     def before_step(self, optimizer: object) -> None:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
         self._before_write("the optimizer's step")
-        progress.note_step()
+        progress.note_step(optimizer, self)
         self.changes.begun += 1
         self._stepped.clear()  # of a step that has raised
         self._stepping, self._stepping_on = optimizer, threading.get_ident()

@@ -32,14 +32,15 @@ from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.checkpoint.model_state import weight_files
 from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state, state_files
-from hf_zero.checkpoint.ranks.background import WRITING_S
 from hf_zero.checkpoint.ranks.cooperative import match, read_plan
 from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
+from hf_zero.host import progress
 from hf_zero.integrations.accelerate.alone import offer_states, refuse_owners, whole_states, whole_weights
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
+from hf_zero.integrations.accelerate.hooks import after_load_hooks, after_save_hooks, models_of
 from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
 from hf_zero.integrations.accelerate.weight_files import numbered, plan_weights, weights_name
 from hf_zero.integrations.random_state import share_random_state
@@ -52,13 +53,8 @@ _ORDER = "data_order.json"
 
 def world_of_accelerator(accelerator: Any) -> World | None:
     """The ranks of the prepared models; None if none of them is partitioned."""
-    engines = (engine_of(model) for model in _models(accelerator))
+    engines = (engine_of(model) for model in models_of(accelerator))
     return next((engine.world for engine in engines if engine is not None), None)
-
-
-def _models(accelerator: Any) -> list[nn.Module]:
-    """The prepared models, without torch.compile's wrapper."""
-    return [getattr(model, "_orig_mod", model) for model in accelerator._models]
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
     """
     ranks = world_of_accelerator(accelerator)
     assert ranks is not None
-    params = [param for model in _models(accelerator) for param in model.parameters() if isinstance(param, DTensor)]
+    params = [param for model in models_of(accelerator) for param in model.parameters() if isinstance(param, DTensor)]
     is_alone = not ranks.all_come("save_state (all ranks must call it)", params)
     world = World.alone(ranks.config, ranks.device) if is_alone else ranks
     if is_alone:
@@ -99,7 +95,7 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
     staged = StagedCheckpoint(final, world)
     step = 0
     with staged.filling():
-        models = _after_save_hooks(accelerator, staged.folder, world)
+        models = after_save_hooks(accelerator, staged.folder, world)
         _write_small_files(accelerator, staged.folder, world)
         options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         for index, model in enumerate(models):
@@ -114,26 +110,6 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
         with tidying(f"old checkpoints in {final.parent}"):
             remove_old(final, project.total_limit)
     return final
-
-
-def _after_save_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.Module]:
-    """Run the user's pre-hooks; returns the models whose weights they left in the list on rank 0, where accelerate saves."""
-    models = _models(accelerator)
-    hooks = accelerator._save_model_state_pre_hook
-    if not hooks:
-        return models
-    given = [model.state_dict() for model in models]  # sharded: nothing is gathered
-    names = [set(state) for state in given]
-    weights: list[Any] = list(given)
-    with world.together("pre-hooks of save_state", CheckpointError, WRITING_S):  # rank 0 alone may save in one
-        for hook in hooks.values():
-            hook(accelerator._models, weights, str(folder))
-        if any(all(state is not one for one in given) for state in weights) or names != [set(one) for one in given]:
-            raise CheckpointError(
-                "a pre-hook of save_state changed weights; it may remove a model's from the list, not change them"
-            )
-    kept = [index for index, one in enumerate(given) if any(state is one for state in weights)]
-    return [models[index] for index in world.share(kept, "the models to save")]
 
 
 def _write_small_files(accelerator: Any, folder: Path, world: World) -> None:
@@ -200,11 +176,16 @@ def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World, 
         staged.write(plan, sources if world is ranks else whole_states(sources, index, ranks))
         path = staged.folder / state_files(numbered(_OPTIMIZER, index))[1]
         world.from_first(functools.partial(disk.write_file, path, json.dumps(content).encode()), what, CheckpointError)
-    return max((_steps_in(content) for _, _, content in captured), default=0)
+    return max(progress.steps_of(_optimizers(accelerator)), *(_steps_in(content) for _, _, content in captured), 0)
+
+
+def _optimizers(accelerator: Any) -> list[torch.optim.Optimizer]:
+    """Those of torch, without accelerate's wrapper."""
+    return [optimizer.optimizer for optimizer in accelerator._optimizers]
 
 
 def _steps_in(content: Mapping[str, Any]) -> int:
-    """The steps that an optimizer has counted; 0 if it does not count them."""
+    """The steps that an optimizer has counted, in earlier trainings too; 0 if it does not count them."""
     steps = (numbers.get("step", 0) for numbers in content["numbers"].values())
     return max((int(step["scalar"] if isinstance(step, dict) else step) for step in steps), default=0)
 
@@ -212,7 +193,7 @@ def _steps_in(content: Mapping[str, Any]) -> int:
 def _names_for(optimizer: Any, accelerator: Any) -> nn.Module:
     """The module under whose names an optimizer's states are kept: its model, or all of them together."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    models = _models(accelerator)
+    models = models_of(accelerator)
     for model in models:
         if held <= {id(param) for param in model.parameters()}:
             return model
@@ -258,7 +239,7 @@ def load_state(
         optimizers = [LoadedState(each, optimizer, _names_for(optimizer, accelerator)) for each, optimizer in pairs]
         is_imported = "imported_from" in manifest.config  # of another library: weights, optimizer, and nothing else
         checked = None if is_imported else _check_files(accelerator, folder, manifest, kwargs, allow_pickle)
-    models = _after_load_hooks(accelerator, folder, world)
+    models = after_load_hooks(accelerator, folder, world)
     plans = world.from_first(
         lambda: [_plan_reading(model, i, folder) for i, model in enumerate(models)], what, CheckpointError
     )
@@ -293,6 +274,7 @@ def load_state(
     with world.together(what, CheckpointError):
         for obj, state in checked.custom if checked is not None else []:
             obj.load_state_dict(state)
+    progress.note_begin(manifest.step, _optimizers(accelerator))
 
 
 def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> tuple[Path, Manifest]:
@@ -356,18 +338,6 @@ def _read_small(path: Path, kwargs: Mapping[str, Any]) -> Any:
             f"{path} holds more than numbers and tensors, and reading it may run code ({reason}): if you trust it, "
             "load_state(..., allow_pickle=True) reads it"
         ) from error
-
-
-def _after_load_hooks(accelerator: Any, folder: Path, world: World) -> list[nn.Module]:
-    """Run the user's pre-hooks; returns the models that they left in the list on rank 0."""
-    hooks = accelerator._load_model_state_pre_hook
-    left = list(accelerator._models)
-    with world.together("pre-hooks of load_state", CheckpointError):
-        for hook in hooks.values():
-            hook(left, str(folder))
-    kept = [i for i, model in enumerate(accelerator._models) if any(model is each for each in left)]
-    models = _models(accelerator)
-    return [models[index] for index in world.share(kept, "the models to load")]
 
 
 def _plan_reading(model: nn.Module, index: int, folder: Path) -> tuple[FilePlan, list[str]]:

@@ -41,7 +41,7 @@ def resume_or_start(accelerator: Any, folder: str | os.PathLike[str]) -> Path | 
             raise CheckpointError(f"no state in {place} is whole: {'; '.join(skipped)}. Remove them to start anew")
         return None
     load_state(accelerator, path, False, {})
-    progress.note_resumed(manifest.step)
+    progress.note_saved(manifest.step, place)
     return path
 
 

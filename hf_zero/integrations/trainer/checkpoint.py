@@ -221,7 +221,7 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool, goes_on
         manifest = verify(path, world)
     if goes_on:
         _check_goes_on(trainer, path, manifest)
-        progress.note_resumed(manifest.step)
+        progress.note_begin(manifest.step)
     vars(trainer)[_VERIFIED] = path
     return str(path)
 

@@ -38,6 +38,7 @@ def where_to_go_on(trainer: Any, world: World, given: Any) -> Any:
         UsageError: the global batch cannot be kept on this number of ranks, or two trainings write into one folder.
     """
     folder = trainer.args.output_dir
+    progress.note_begin(0)
     if progress.name_of_run() is None or folder is None:
         return given
     if folder in _trained_in:
