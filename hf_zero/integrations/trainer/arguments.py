@@ -318,7 +318,9 @@ class ZeroCallback(TrainerCallback):  # type: ignore[misc]
         return self._config
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Show what is partitioned, on rank 0."""
+        """Show what is partitioned, on rank 0, and listen for a signal to save."""
+        if self.signal_saves is not None:
+            self.signal_saves.listen()
         engine = engine_of(_unwrap(model)) if model is not None else None
         self._metrics = None if engine is None else Metrics(engine, state.global_step)
         share = share_of_time(args)

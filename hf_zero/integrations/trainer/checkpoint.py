@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -263,6 +264,11 @@ class SignalSaves:
         if progress.name_of_run() is not None:
             manager.kill_wait = 0  # an agent waits for nobody for long
         manager._enable_checkpoint = self._request
+        signal.signal(signal.SIGTERM, manager._original_sigterm_handler or signal.SIG_DFL)
+
+    def listen(self) -> None:
+        """Hear the signal until the training ends: before, another Trainer may train, and an end is an end."""
+        self._manager.setup_signal_handler()
 
     def _request(self) -> None:
         self._is_requested = self.is_told = True

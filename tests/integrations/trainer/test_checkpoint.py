@@ -405,11 +405,14 @@ def test_signal_to_one_rank_saves_on_all_at_the_same_step(folder: str) -> None:
     straight = make_trainer(folder, 3, output_dir=place)
     straight.train()
     before = state_of(straight, since=2)
+    was = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(folder, 3, output_dir=place, enable_jit_checkpoint=True, save_strategy="no")
     trainer.add_callback(SignalAtStep(trainer))
+    make_trainer(folder, 3, output_dir=place, enable_jit_checkpoint=True)  # of another training, which comes later
     trainer.train()
     assert_alike(trainer.state.global_step)
     assert os.listdir(place) == ["checkpoint-2"]
+    assert signal.getsignal(signal.SIGTERM) is was
     resumed = make_trainer(folder, 3, output_dir=place)
     resumed.train(resume_from_checkpoint=True)
     assert_same_state(before, state_of(resumed, since=2))
