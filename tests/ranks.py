@@ -1,4 +1,4 @@
-"""A warm pool of rank processes for tests: each imports torch and transformers once and then serves many jobs.
+"""A warm pool of rank processes for tests: they are forked from one that has torch and transformers, and serve many jobs.
 
 [Note: the life of a job]
 1. The parent sends one job to each of workers 0..n-1; each joins a gloo group, runs the function, and replies.
@@ -9,6 +9,7 @@
 Each worker has one pipe to the parent, of which no other process holds an end: it closes when either dies.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -16,6 +17,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import multiprocessing
 import os
 import pickle
 import queue
@@ -23,7 +25,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,7 +34,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from io import TextIOWrapper
 from math import inf
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
@@ -84,16 +87,27 @@ class RankError(RuntimeError):
         super().__init__("\n".join([f"{job_name} failed; the first to fail first:", *texts]))
 
 
-def serve(pipe_fd: int, folder: str) -> None:
-    """Run jobs until the pipe to the parent closes; entered by `python -c` in a worker process."""
-    pipe: Connection[Any, Any] = Connection(pipe_fd)
+def _enter(pipe: "Connection[Any, Any]", folder: str) -> None:
+    """Make a forked process one of its own, and serve."""
+    os.setsid()  # Ctrl-C is for the parent, which then ends the workers
+    for path, mode, fds in ((os.devnull, os.O_RDONLY, (0,)), (f"{folder}/log", os.O_WRONLY | os.O_APPEND, (1, 2))):
+        opened = os.open(path, mode)
+        for fd in fds:
+            os.dup2(opened, fd)
+        os.close(opened)
+    for stream in (sys.stdout, sys.stderr):
+        cast("TextIOWrapper", stream).reconfigure(write_through=True)
+    faulthandler.enable(2)
+    sys.argv = ["-c"]
+    _reset(ENVIRONMENT)
+    serve(pipe, folder)
+
+
+def serve(pipe: "Connection[Any, Any]", folder: str) -> None:
+    """Run jobs until the pipe to the parent closes."""
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_pipe, args=(pipe, inbox, folder), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    importlib.import_module("transformers")
-    torch.set_num_threads(1)
-    gc.freeze()  # collections between jobs then skip what the imports made
-    gc.enable()
     pipe.send_bytes(_NOTHING)
     while True:
         reply = _run_job(*pickle.loads(inbox.get()))
@@ -179,6 +193,22 @@ def _reset(environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
 
 
+_FORKING = multiprocessing.get_context("forkserver")
+
+
+@functools.cache
+def _start_forking() -> None:
+    """Start what workers are forked from, with the environment that libraries read when they are loaded."""
+    _FORKING.set_forkserver_preload(["tests.preloaded"])
+    was = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(was)
+
+
 class _Worker:
     """One worker process, its pipe, and its folder: the log of its output, the store of its jobs."""
 
@@ -186,21 +216,17 @@ class _Worker:
         self.rank, self.is_ready = rank, False
         self.folder = tempfile.mkdtemp(prefix=f"hf_zero_rank{rank}_")
         self.log = Path(self.folder, "log")
+        self.log.touch()
         self._pipe, far_end = Pipe()
-        fd = far_end.fileno()
-        code = "import gc, sys; gc.disable(); "  # while it imports
-        code += f"sys.path.insert(0, {_ROOT!r}); from tests.ranks import serve; serve({fd}, {self.folder!r})"
-        with far_end, self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-X", "faulthandler", "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=ENVIRONMENT,
-                cwd=_ROOT,
-                pass_fds=(fd,),
-                start_new_session=True,  # Ctrl-C is for the parent, which then ends the workers
-            )
+        _start_forking()
+        self.process = _FORKING.Process(target=_enter, args=(far_end, self.folder))
+        self.process.start()
+        far_end.close()
+
+    @property
+    def pid(self) -> int:
+        """Of its process, and of its group."""
+        return cast("int", self.process.pid)
 
     def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # a worker that is gone is noticed by receive()
@@ -211,23 +237,25 @@ class _Worker:
         try:
             # In steps, because a process that a job forked may hold the pipe open after the worker's end.
             while not self._pipe.poll(max(0.0, min(0.1, deadline_s - time.monotonic()))):
-                if self.process.poll() is not None and not self._pipe.poll():
+                if not self.process.is_alive() and not self._pipe.poll():
                     raise EOFError
                 if time.monotonic() >= deadline_s:
                     return None
             return self._pipe.recv_bytes()
         except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)
+            self.process.join(1.0)
             code = self.kill()
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise ChildProcessError(f"the process ended: {how}") from None
 
     def kill(self) -> int:
         """End the process and those that its jobs forked; its exit code, of an earlier end where there was one."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own group: it was started as a session's leader
-        return self.process.wait()
+        if self.process.is_alive():
+            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it is not yet its group's leader
+                os.killpg(self.pid, signal.SIGKILL)
+        self.process.join()
+        return cast("int", self.process.exitcode)
 
     def close(self) -> None:
         self.kill()
@@ -238,6 +266,7 @@ class _Worker:
 _workers: dict[int, _Worker] = {}
 
 
+@atexit.register  # before multiprocessing waits for its processes
 def close_pool() -> None:
     """End all workers, as the end of this process would; a later job starts new ones."""
     while _workers:
@@ -263,7 +292,7 @@ def _run(call: bytes, num_ranks: int, limit_s: float, *, has_group: bool) -> lis
         replies = _next_replies(workers, limit_s)
         for worker in workers:
             worker.send(b"clean up")
-        _next_replies([worker for worker in workers if worker.process.returncode is None], _CLEAN_S)
+        _next_replies([worker for worker in workers if worker.process.is_alive()], _CLEAN_S)
         _start(num_ranks)  # in the place of ended ones; they get ready while the parent goes on
         return replies
     except BaseException:  # Ctrl-C in the middle of a job: no worker is in a known state
@@ -273,7 +302,7 @@ def _run(call: bytes, num_ranks: int, limit_s: float, *, has_group: bool) -> lis
 
 def _start(num_ranks: int) -> list[_Worker]:
     for rank in range(num_ranks):
-        if rank in _workers and _workers[rank].process.poll() is not None:
+        if rank in _workers and not _workers[rank].process.is_alive():
             _workers.pop(rank).close()
         if rank not in _workers:
             _workers[rank] = _Worker(rank)
@@ -292,7 +321,7 @@ def _next_replies(workers: list[_Worker], limit_s: float) -> list[bytes | RankFa
             replies[worker.rank] = RankFailure(worker.rank, "RankDied", str(error), "")
     if late := [worker for worker in workers if worker.rank not in replies]:
         for worker in late:
-            worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks; it does not need the GIL
+            os.kill(worker.pid, signal.SIGUSR1)  # faulthandler writes the stacks; it does not need the GIL
             replies[worker.rank] = RankFailure(worker.rank, "RankTimeout", f"no reply in {limit_s:g} s", "", inf)
         time.sleep(0.5)
         for worker in late:

@@ -422,6 +422,9 @@ TRAINER = [
     Seam(Trainer, "_prepare_for_training", "self._load_optimizer_and_scheduler(resume_from_checkpoint)", "ours"),
     Seam(Trainer, "_finalize_training", "self._load_best_model()", "ours"),
     Seam(jit.CheckpointManager, "_sigterm_handler", "threading.Timer(self.kill_wait, self._enable_checkpoint)", "ours"),
+    Seam(
+        jit.CheckpointManager, "setup_signal_handler", "self._original_sigterm_handler = signal.signal(", "heard from"
+    ),
     Seam(jit.JITCheckpointCallback, "on_step_begin", "self.jit_manager.is_checkpoint_requested", "all ranks together"),
     Seam(modeling, "safe_save_file", "", "what save_pretrained would write"),
     Seam(
