@@ -459,7 +459,7 @@ def test_memory_and_traffic_settings_do_not_change_the_bits() -> None:
     check("llama", Recipe(), 2, lambda _: EQUAL, [{"stage": 3, **setting} for setting in settings])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_units_that_stay_for_the_backward_do_not_change_the_bits(num_ranks: int) -> None:
     configs = [
         {"stage": 3, "reshard_after_forward": kept, "prefetch_bytes": 0, "collectives": collectives}

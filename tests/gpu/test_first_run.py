@@ -32,6 +32,7 @@ def _page(tmp_path: Path, *options: str, order: str = "late", limit_s: float = 5
     return page.read_text() if page.exists() else "", found.stdout + found.stderr, found.returncode
 
 
+@pytest.mark.slow
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("built_late_device")
 def test_parts_are_run_on_each_device_and_told_on_a_page(tmp_path: Path) -> None:

@@ -151,10 +151,13 @@ def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
 
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("built_late_device")
-def test_the_late_device_trains_right_and_shows_mistakes(tmp_path: Path) -> None:
-    names, orders = ["parity", *MISTAKES], ("late", "early")
+@pytest.mark.parametrize("orders", [("late", "early"), pytest.param(("early",), marks=pytest.mark.slow)])
+def test_the_late_device_trains_right_and_shows_mistakes(orders: tuple[str, ...], tmp_path: Path) -> None:
+    """Each in the first of the orders in which it shows."""
+    names = ["parity", *MISTAKES]
     shown = _launched("parity", tmp_path, ["tests.gpu.late.run", ",".join(names), ",".join(orders)], last="")
-    expected = [f"{name}, {order}: seen" for order in orders for name, m in MISTAKES.items() if order in m.seen_in]
+    due = {name: [order for order in orders if order in m.seen_in] for name, m in MISTAKES.items()}
+    expected = [f"{name}, {order}: seen" for name, found in due.items() for order in found[:1]]
     expected += [f"parity, {order}: right" for order in orders]
     assert [line for line in expected if line not in shown] == []
 

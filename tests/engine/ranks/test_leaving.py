@@ -74,7 +74,7 @@ def _run(folder: Path, stage: int, ending: str) -> list[subprocess.CompletedProc
     return done
 
 
-@pytest.mark.parametrize(("stage", "ending"), [(3, "returned"), (1, "destroyed")])
+@pytest.mark.parametrize(("stage", "ending"), [(3, "returned"), pytest.param(1, "destroyed", marks=pytest.mark.slow)])
 def test_weights_saved_by_rank_0_after_the_others_have_ended(stage: int, ending: str, tmp_path: Path) -> None:
     assert [
         (each.returncode, each.stderr[-2000:] if each.returncode else "") for each in _run(tmp_path, stage, ending)
