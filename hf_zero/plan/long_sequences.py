@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.plan.activations import Kept
-from hf_zero.plan.memory import Holding, Setting, predict
+from hf_zero.plan.memory import Holding, Setting, predictor
 from hf_zero.plan.shapes import ModelShape
 
 _MOST_TOKENS, _STEP = 2**27, 64
@@ -35,18 +35,19 @@ def longest(
         num_tokens: a length to begin with.
     """
     known = {length: kept_of(length) for length in (num_tokens, 2 * num_tokens)}
+    holding = predictor(shape, setting)
     best = num_tokens
     for _ in range(_ROUNDS):
         near = sorted(known, key=lambda length: abs(length - best))[:2]
 
         def fits_at(length: int, near: list[int] = near) -> bool:
-            return fits(predict(shape, setting, known.get(length) or _between(known, near, length)))
+            return fits(holding(known.get(length) or _between(known, near, length)))
 
         best = _bisect(fits_at)
         if best in known or not best:
             break
         known[best] = kept_of(best)
-    while best and not fits(predict(shape, setting, known.get(best) or kept_of(best))):
+    while best and not fits(holding(known.get(best) or kept_of(best))):
         best -= _STEP
     return best
 

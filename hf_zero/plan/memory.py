@@ -9,6 +9,7 @@ micro-batches are there all the time; without it, stage 1 keeps none of them who
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_zero.config.zero_config import ZeroConfig
@@ -100,21 +101,31 @@ def predict(model: ModelShape, setting: Setting, kept: Kept = NOTHING, rank: int
 
     Source: ZeRO (arXiv:1910.02054), sections 5 and 7.
     """
-    states = states_of(model, setting, rank)
-    tokens = 2 * kept.routed * (1 - 1 / setting.config.ep_size)  # to experts, and back
-    return Holding(
-        states.parameters - states.parameters_on_disk,
-        states.gradients,
-        states.optimizer - states.optimizer_on_disk,
-        _gathered_at_once(model, setting),
-        model.buffer_bytes,
-        kept.total,
-        round(states.gathered + states.reduced + tokens + kept.received),
-        round(states.between_replicas),
-        states.parameters_on_disk + states.optimizer_on_disk,
-        states.on_host,
-        _peak(model, setting, kept, states),
-    )
+    return predictor(model, setting, rank)(kept)
+
+
+def predictor(model: ModelShape, setting: Setting, rank: int = 0) -> Callable[[Kept], Holding]:
+    """`predict` for many sequences: what does not depend on activations is counted once."""
+    states, gathered = states_of(model, setting, rank), _gathered_at_once(model, setting)
+    peak_of = _peak(model, setting, states, gathered)
+
+    def holding(kept: Kept) -> Holding:
+        tokens = 2 * kept.routed * (1 - 1 / setting.config.ep_size)  # to experts, and back
+        return Holding(
+            states.parameters - states.parameters_on_disk,
+            states.gradients,
+            states.optimizer - states.optimizer_on_disk,
+            gathered,
+            model.buffer_bytes,
+            kept.total,
+            round(states.gathered + states.reduced + tokens + kept.received),
+            round(states.between_replicas),
+            states.parameters_on_disk + states.optimizer_on_disk,
+            states.on_host,
+            peak_of(kept),
+        )
+
+    return holding
 
 
 def states_of(model: ModelShape, setting: Setting, rank: int = 0) -> ModelStates:
@@ -200,10 +211,10 @@ def _gathered_at_once(model: ModelShape, setting: Setting) -> int:
     return most
 
 
-def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) -> int:
-    """The most bytes at any time, see [Note: peak]."""
+def _peak(model: ModelShape, setting: Setting, states: ModelStates, gathered: int) -> Callable[[Kept], int]:
+    """The most bytes at any time, see [Note: peak]; by the activations that are kept."""
     config, policy, ranks = setting.config, setting.config.policy, setting.num_shards
-    sizes, gathered = unit_bytes(model, setting), _gathered_at_once(model, setting)
+    sizes = unit_bytes(model, setting)
     largest = max(sizes, default=0)
     at_once = _made_as_rows(model, setting)
     gradients, rows = states.gradients, states.trained_rows - at_once
@@ -214,19 +225,22 @@ def _peak(model: ModelShape, setting: Setting, kept: Kept, states: ModelStates) 
     if ranks > 1 and (policy.shards_gradients or not setting.accumulates):
         on_way = min(config.bucket_bytes, sum(sizes))
         done = rows * (1 - on_way / sum(sizes)) if sizes else 0.0
-        middle = kept.total / 2 + max(before, (at_once + rows) / 2 - on_way / 2 / ranks) + gathered + on_way
+        middle = max(before, (at_once + rows) / 2 - on_way / 2 / ranks) + gathered + on_way
         end = max(before, at_once + done) + 2 * on_way + (largest if _gathers(setting) else 0)
     else:
         on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
-        middle = kept.total / 2 + max(before, gradients / 2) + on_way
+        middle = max(before, gradients / 2) + on_way
         end = gradients + on_way
-    begin = kept.total + kept.largest + before + gathered
-    if setting.accumulates:
-        begin = max(begin, middle) if policy.shards_gradients else max(begin, kept.total + before + on_way)
-    if states.rows_from_device:
-        middle = end = before + gathered + _coming_down(model, setting, states, largest)
-        middle += kept.total / 2
-    return round(stays + max(begin, middle, end))
+    down = before + gathered + _coming_down(model, setting, states, largest) if states.rows_from_device else None
+
+    def most(kept: Kept) -> int:
+        begin, half_way = kept.total + kept.largest + before + gathered, kept.total / 2 + middle
+        if setting.accumulates:
+            begin = max(begin, half_way if policy.shards_gradients else kept.total + before + on_way)
+        rest = max(half_way, end) if down is None else down + kept.total / 2
+        return round(stays + max(begin, rest))
+
+    return most
 
 
 def _made_as_rows(model: ModelShape, setting: Setting) -> int:
