@@ -87,6 +87,12 @@ QUANTISED = [
 ]
 ELASTIC = [
     Seam(
+        importlib.import_module("accelerate.commands.launch"),
+        "launch_command",
+        "else: simple_launcher(args)",
+        "healing: one process is started by torchrun's agent too",
+    ),
+    Seam(
         importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent").LocalElasticAgent,
         "_monitor_workers",
         "failures={",

@@ -122,8 +122,6 @@ def check(args: Namespace) -> None:
             )
         if not 1 <= args.min_processes <= processes:
             raise UsageError(f"--min_processes is {args.min_processes}: give 1 to {processes}, the number of processes")
-    if is_wanted(args) and processes < 2:
-        raise UsageError("--max_restarts needs torchrun, which accelerate uses for two processes or more")
 
 
 def sizes(args: Namespace) -> tuple[int, int]:
@@ -140,6 +138,7 @@ def sizes(args: Namespace) -> tuple[int, int]:
 @contextmanager
 def healing(args: Namespace) -> Iterator[Healing]:
     """While active, torchrun's agent asks `Healing` after each failure, and goes on with fewer hosts where that is allowed."""
+    import accelerate.commands.launch as accelerate_launch
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -174,6 +173,7 @@ def healing(args: Namespace) -> Iterator[Healing]:
         changes.replace(LocalElasticAgent, "_monitor_workers", monitored)
         changes.replace(LocalElasticAgent, "_stop_workers", stop)
         changes.replace(torchrun, "run", as_processes_that_come_again)
+        changes.replace(accelerate_launch, "simple_launcher", accelerate_launch.multi_gpu_launcher)  # of one process
         yield healer
 
 

@@ -164,10 +164,12 @@ def test_what_cannot_heal_is_refused(
     assert match in capsys.readouterr().err
 
 
-def _launch(folder: Path, out: str, *places: str, **variables: str) -> tuple[int, str]:
+def _launch(folder: Path, out: str, *places: str, num_processes: int = 2, **variables: str) -> tuple[int, str]:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "zero.yaml").write_text("stage: 2\ntimeout_s: 15\n")
-    words = ["launch", "--max_restarts", "3", "--num_processes", "2", "--zero", "zero.yaml", "train.py", out, *places]
+    words = f"launch --max_restarts 3 --num_processes {num_processes} --zero zero.yaml train.py {out}".split() + [
+        *places
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "hf_zero.cli.main", *words],
         cwd=folder,
@@ -279,6 +281,14 @@ def test_a_loop_of_ones_own_that_is_told_to_end_saves_and_goes_on(tmp_path: Path
     code, gone_on = launched("b", 0)
     assert code == 0 and _weights(gone_on) == _weights(undisturbed), gone_on
     assert "at 10 weights" in gone_on
+
+
+@pytest.mark.slow
+def test_one_process_is_started_again(tmp_path: Path) -> None:
+    _, undisturbed = _launch(tmp_path, "a", num_processes=1)
+    code, healed = _launch(tmp_path, "b", "3:0:SIGKILL", "5:0:once", num_processes=1)
+    assert code == 0 and healed.count("going on from") == 2, healed
+    assert _weights(healed) == _weights(undisturbed)
 
 
 @pytest.mark.slow
