@@ -167,9 +167,8 @@ def test_what_cannot_heal_is_refused(
 def _launch(folder: Path, out: str, *places: str, num_processes: int = 2, **variables: str) -> tuple[int, str]:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "zero.yaml").write_text("stage: 2\ntimeout_s: 15\n")
-    words = f"launch --max_restarts 3 --num_processes {num_processes} --zero zero.yaml train.py {out}".split() + [
-        *places
-    ]
+    options = f"--max_restarts 3 --num_processes {num_processes} --zero zero.yaml"
+    words = ["launch", *options.split(), "train.py", out, *places]
     done = subprocess.run(
         [sys.executable, "-m", "hf_zero.cli.main", *words],
         cwd=folder,
