@@ -179,12 +179,16 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 0 or more")
     if args.ranks % args.replicate:
-        raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
+        raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}: give numbers that do")
     if args.ranks // args.replicate % (args.sp * args.cp):
         sizes = " x ".join(f"--{name} {getattr(args, name)}" for name in ("sp", "cp") if getattr(args, name) > 1)
-        raise ConfigError(f"{sizes} does not divide the {args.ranks // args.replicate} ranks of a replica")
+        raise ConfigError(
+            f"{sizes} does not divide the {args.ranks // args.replicate} ranks of a replica: give numbers that do"
+        )
     if args.ranks // args.replicate % args.ep:
-        raise ConfigError(f"--ep {args.ep} does not divide the {args.ranks // args.replicate} ranks of a replica")
+        raise ConfigError(
+            f"--ep {args.ep} does not divide the {args.ranks // args.replicate} ranks of a replica: give a number that does"
+        )
     if args.ep > 1 and args.scale:
         raise ConfigError("--scale counts with ranks that do not divide the experts: leave it, or --ep, out")
     if args.ranks_per_host is not None and args.host_memory is None:

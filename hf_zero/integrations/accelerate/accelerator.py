@@ -296,8 +296,8 @@ def _mesh_of(accelerator: Accelerator, given: ParallelismConfig | None) -> Devic
         return mesh
     if given is not None and given.dp_replicate_size > 1 and accelerator.zero_plugin.config.policy.shards_optimizer:
         raise ConfigError(
-            f"ParallelismConfig(dp_replicate_size={given.dp_replicate_size}) leaves nothing to cut parameters over: set "
-            "dp_shard_size too, or leave it out, or use stage 0"
+            f"ParallelismConfig(dp_replicate_size={given.dp_replicate_size}) leaves no ranks to shard parameters over: "
+            "set dp_shard_size too, or leave it out, or use stage 0"
         )
     return None
 

@@ -150,7 +150,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
             args.use_cpu = True  # else transformers refuses bf16
     elif args.deepspeed and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "DeepSpeed is not installed, but its file can be used here: write zero= in the place of deepspeed="
+            "DeepSpeed is not installed, but its file can be used here: write zero= in place of deepspeed="
         )
     make()
     if config is None:
