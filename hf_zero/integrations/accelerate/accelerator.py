@@ -45,7 +45,7 @@ _UNSUPPORTED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType
 
 
 class ZeroPlugin:
-    """What `ZeroAccelerator` partitions with.
+    """The configuration of a `ZeroAccelerator`.
 
     Args:
         config: a `ZeroConfig`, a stage, a mapping, a path; None for keywords alone, or the file that HF_ZERO_CONFIG names.

@@ -262,7 +262,7 @@ def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:
 
 @functools.cache
 def with_zero(arguments: type[Arguments]) -> type[Arguments]:
-    """A class of arguments with the fields of `ZeroTrainingArguments` beside its own, and all of its own defaults.
+    """A class of arguments with the fields of `ZeroTrainingArguments` added; it keeps its own defaults.
 
     Args:
         arguments: a dataclass derived from `TrainingArguments`, such as TRL's `SFTConfig` or `Seq2SeqTrainingArguments`.
