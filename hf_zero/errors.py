@@ -26,4 +26,4 @@ class CheckpointError(ZeroError, RuntimeError):
 
 
 class OffloadError(ZeroError, RuntimeError):
-    """A disk cannot hold, read or write what is to be offloaded to it, or a step cannot be taken from it."""
+    """Host memory or a disk cannot hold, read or write what is offloaded to it, or a step cannot be taken from it."""

@@ -79,7 +79,9 @@ class StagedCheckpoint:
         recover_one(self.final)
         found = {path.name for path in self.final.iterdir()} if self.final.is_dir() else set()
         if found - {MARKER} and MANIFEST not in found:
-            raise CheckpointError(f"{self.final} is there already and no checkpoint of hf_zero: move it away")
+            raise CheckpointError(
+                f"{self.final} exists already, and is no checkpoint of hf_zero: move it away, or save to another folder"
+            )
         if self.outer.exists():
             disk.remove_tree(self.outer)  # left by an interrupted save
         disk.make_folder(self.outer)

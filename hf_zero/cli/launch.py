@@ -107,7 +107,8 @@ def _look_at_configuration(source: str, num_processes: int | None) -> None:
     wanted = ZeroConfig.from_dict(cast("Mapping[str, Any]", content), name).expected_world_size
     if None not in (wanted, num_processes) and wanted != num_processes:
         raise ConfigError(
-            f"expected_world_size is {wanted}, but --num_processes is {num_processes}: change one of them"
+            f"expected_world_size is {wanted}, but --num_processes is {num_processes}: change one of them (`hf-zero plan "
+            "--ranks N` says what fits)"
         )
 
 

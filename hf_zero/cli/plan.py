@@ -164,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
         _write(args.write, chosen, args)
         print(f"Wrote {args.write} ({chosen.name}).")
         print(f"Run: hf-zero launch --num_processes {args.ranks} --zero {args.write} script.py")
+        if chosen.checkpoints:
+            print("with gradient_checkpointing=True in the script (of the Trainer: --gradient_checkpointing).")
     return 0
 
 
@@ -177,12 +179,16 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 0 or more")
     if args.ranks % args.replicate:
-        raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
+        raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}: give numbers that do")
     if args.ranks // args.replicate % (args.sp * args.cp):
         sizes = " x ".join(f"--{name} {getattr(args, name)}" for name in ("sp", "cp") if getattr(args, name) > 1)
-        raise ConfigError(f"{sizes} does not divide the {args.ranks // args.replicate} ranks of a replica")
+        raise ConfigError(
+            f"{sizes} does not divide the {args.ranks // args.replicate} ranks of a replica: give numbers that do"
+        )
     if args.ranks // args.replicate % args.ep:
-        raise ConfigError(f"--ep {args.ep} does not divide the {args.ranks // args.replicate} ranks of a replica")
+        raise ConfigError(
+            f"--ep {args.ep} does not divide the {args.ranks // args.replicate} ranks of a replica: give a number that does"
+        )
     if args.ep > 1 and args.scale:
         raise ConfigError("--scale counts with ranks that do not divide the experts: leave it, or --ep, out")
     if args.ranks_per_host is not None and args.host_memory is None:
@@ -249,7 +255,8 @@ def _model_told(model: nn.Module, shape: ModelShape) -> str:
 def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace, clock: timing.Clock | None) -> list[str]:
     from hf_zero.plan.memory import balance
 
-    how = f"{args.ranks:,} ranks, {args.dtype}, {args.optimizer}" + (", accumulation" if args.accumulation else "")
+    how = f"{args.ranks:,} {'rank' if args.ranks == 1 else 'ranks'}, {args.dtype}, {args.optimizer}"
+    how += ", accumulation" if args.accumulation else ""
     how += f", LoRA of rank {args.lora}" + (" on 4-bit weights" if args.load_in_4bit else "") if args.lora else ""
     how += f", {args.batch_size} x {args.seq_len} tokens a rank" if args.seq_len else ""
     head = ["a rank", "parameters", "gradients", "optimizer", "gathered", "activations", "peak", "received a step"]
@@ -269,7 +276,7 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace, clock: t
         table.append([*cells, "yes" if fits(row, args) else "no"] if has_limit else cells)
     lines = [how, "", aligned(table, "<>", margin="  "), ""]
     cut = rows[-1].setting
-    lines.append(f"The greatest rank holds {balance(shape, cut):.3f} of the mean of the parameters' elements.")
+    lines.append(f"Balance: the fullest rank holds {balance(shape, cut):.3f} times the mean of the parameters.")
     if not args.seq_len:
         lines.append("Activations are left out: give --seq-len.")
     if args.gpu_memory is not None:
@@ -284,9 +291,9 @@ def _told(shape: ModelShape, rows: list[Row], args: argparse.Namespace, clock: t
             "disk: optimizer states, masters and (stage 3) parameters at rest; the peak has the slots of a step."
         )
     lines.append(
-        "Parameters count with the whole copies that stages 0 to 2 compute with; gathered: what stage 3 has whole at once.\n"
-        "The peak is the backward's; a device's own context is not in it. Where memory is left, stage 3 keeps units whole for\n"
-        "the backward, and receives up to a third less (`reshard_after_forward: auto`): that is not counted."
+        "parameters: with the whole copies that stages 0 to 2 compute with. gathered: units that stage 3 has whole at once.\n"
+        "peak: in the backward, without the device's own context. Not counted: where memory is left, stage 3 keeps units\n"
+        "whole for the backward, and receives up to a third less (`reshard_after_forward: auto`)."
     )
     lines += [clock.told()] if clock else []
     return lines

@@ -234,8 +234,8 @@ def _nearby(cut: Collectives, config: ZeroConfig, device: torch.device, ledger: 
         return AloneCollectives(cut.ranks[cut.rank], device, ledger)
     if cut.num_ranks % size:
         raise ConfigError(
-            f"wire.secondary is {size}, which does not divide the {cut.num_ranks} ranks that parameters are cut over: give "
-            "the number of ranks on a host"
+            f"wire.secondary is {size}, which does not divide the {cut.num_ranks} ranks that shard parameters: give the "
+            "number of ranks on a host"
         )
     first = cut.rank // size * size
     nearby = make("native" if cut.name == "native" else plain_choice(device), cut.ranks[first : first + size])
@@ -290,15 +290,14 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
             along = "" if tensor_size == 1 else f", {tensor_size} of them to each layer (tp_size), which leaves {count}"
             instead = "for none, use stage 0" if tensor_size == 1 else "or leave replicate or tp_size out"
             raise ConfigError(
-                f"replicate is {config.replicate}, but {running}{along}: it must "
-                f"divide them into replicas of two or more, over which parameters are cut ({instead})"
+                f"replicate is {config.replicate}, but {running}{along}: it must divide them into replicas of two ranks "
+                f"or more, which shard parameters ({instead})"
             )
         cells = [cells[0][start : start + size] for start in range(0, count, size)]
     if len(cells) > 1 and len(cells[0]) == 1:
         instead = ", or use stage 0" if tensor_size == 1 else ""  # which cannot share layers
         raise ConfigError(
-            f"stage {config.stage} cuts parameters over the last axis of the mesh, which has one rank only: give it "
-            f"more{instead}"
+            f"stage {config.stage} shards over the last axis of the mesh, which has one rank only: give it more{instead}"
         )
     size = config.sp_size * config.cp_size
     if len(cells[0]) % size:
@@ -306,12 +305,12 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
         along += "" if len(cells) == 1 else f", in {len(cells)} replicas"
         raise ConfigError(
             f"{sharing_sequences(config.sp_size, config.cp_size)} is {size}, but {running}{along}: it must divide the "
-            f"{len(cells[0])} that parameters are cut over"
+            f"{len(cells[0])} ranks that shard parameters"
         )
     if len(cells[0]) % config.ep_size:
         along = "" if len(cells) == 1 else f", in {len(cells)} replicas"
         raise ConfigError(
-            f"ep_size is {config.ep_size}, but {running}{along}: it must divide the {len(cells[0])} that parameters are cut "
-            "over"
+            f"ep_size is {config.ep_size}, but {running}{along}: it must divide the {len(cells[0])} ranks that shard "
+            "parameters"
         )
     return cells

@@ -152,12 +152,16 @@ def told(error: RuntimeError, description: str, missing: int | Sequence[int] | N
     ranks = () if missing is None else (missing,) if isinstance(missing, int) else tuple(missing)
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     whom = f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}" if ranks else "its peers"
-    what = f"waited {timeout_s:g} s for {whom}" if is_late(error) else f"lost {whom}"
-    return (
-        f"rank {dist.get_rank()} {what} in {description}. Every rank must run the same units in the same order: look for "
-        f"an error on {whom}, a unit that only some ranks call, or a call made on one rank only "
-        f"(timeout_s raises the limit). Cause: {reason}"
-    )
+    if is_late(error):
+        what = f"waited {timeout_s:g} s for {whom}"
+        advice = (
+            f"Every rank must run the same units in the same order: look for an error on {whom}, a unit that only some "
+            "ranks call, or a call made on one rank only (timeout_s raises the limit)"
+        )
+    else:
+        what = f"lost {whom}"
+        advice = f"Look for the error of {whom}; without one, its system may have killed it for its memory (dmesg)"
+    return f"rank {dist.get_rank()} {what} in {description}. {advice}. Cause: {reason}"
 
 
 def is_late(error: RuntimeError) -> bool:

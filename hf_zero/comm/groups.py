@@ -139,14 +139,14 @@ def cells_of(mesh: DeviceMesh | None, tensor_size: int) -> list[list[Cell]]:
         return [[tuple(range(first, first + tensor_size)) for first in range(0, count, tensor_size)]]
     if strange := {"sp", "cp", "ep"} & set(mesh.mesh_dim_names or ()):
         raise UsageError(
-            f"the mesh has an axis {strange.pop()!r}: give it one axis for all ranks that parameters are cut over; which of "
-            "them share sequences or experts, sp_size, cp_size and ep_size say"
+            f"the mesh has an axis {strange.pop()!r}: give it one axis for all ranks that shard parameters; sp_size, "
+            "cp_size and ep_size say which of them share sequences or experts"
         )
     has_tensor_axis = (mesh.mesh_dim_names or ("",))[-1] == TENSOR_AXIS
     if mesh.ndim - has_tensor_axis not in (1, 2):
         raise UsageError(
-            f"the mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: give the one over which parameters are cut, or two, "
-            "the first for replicas (`mesh['replicate', 'shard']`); a last one named 'tp' is for tensor parallelism"
+            f"the mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}: give one that shards parameters, or two, the "
+            "first for replicas (`mesh['replicate', 'shard']`); a last one named 'tp' is for tensor parallelism"
         )
     ranks = mesh.mesh if has_tensor_axis else mesh.mesh.unsqueeze(-1)
     if tensor_size not in (1, ranks.shape[-1]):

@@ -242,7 +242,7 @@ def summary_after(engine: ZeroEngine, measured: Measured, is_full: bool = True) 
     """What was measured in a training: in two lines, or beside what its start promised."""
     is_on_device = engine.world.device.type != "cpu"
     if not is_full:
-        peak = f"{_size(measured.peak)} of the {'device' if is_on_device else 'process, programs included'}"
+        peak = f"{_size(measured.peak)} of the {'device' if is_on_device else 'process, libraries included'}"
         return (
             f"hf_zero, after {measured.num_steps:,} steps: {_size(measured.traffic)} received a step, evaluation and saves "
             f"included\n  optimizer {_size(measured.optimizer)} a rank, peak {peak}, {measured.seconds * 1e3:,.1f} ms a step "
@@ -264,7 +264,9 @@ def summary_after(engine: ZeroEngine, measured: Measured, is_full: bool = True) 
             "peak",
             _mib(measured.peak),
             _mib(expected) if is_on_device else "",  # of a process, most is not the model's
-            "(of the device; expected: without activations)" if is_on_device else "(of the process, programs included)",
+            "(of the device; expected: without activations)"
+            if is_on_device
+            else "(of the process, libraries included)",
         ),
         ("waited a step", f"{measured.seconds * 1e3:,.1f} ms", "", "(for peers)"),
     ]

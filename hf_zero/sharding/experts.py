@@ -86,8 +86,8 @@ def _check(name: str, module: nn.Module, ranks: int, shards: int) -> None:
         fitting = [each for each in range(ranks, count + 1, ranks) if count % each == 0]
         instead = f"{' or '.join(map(str, fitting))} of them" if fitting else "another ep_size and other ranks"
         raise ConfigError(
-            f"ep_size is {ranks}, but {name!r} has {count} experts, which the {shards} ranks that parameters are cut over do "
-            f"not divide: use {instead} (`replicate: R` cuts parameters over 1/R of the ranks)"
+            f"ep_size is {ranks}, but {name!r} has {count} experts, which the {shards} ranks that shard parameters do not "
+            f"divide: use {instead} (`replicate: R` shards parameters over 1/R of the ranks)"
         )
 
 

@@ -50,6 +50,18 @@ def test_shows_each_stage_and_writes_the_first_that_fits(tmp_path: Path, capsys:
     assert _plan(capsys, *options)[1].endswith("remove it, or name another file\n")
 
 
+def test_a_choice_that_needs_checkpointing_is_told_with_the_command(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for memory, needs_it in (("8MiB", True), ("64MiB", False)):
+        out = tmp_path / f"{memory}.yaml"
+        options = [folder, "--ranks", "2", "--seq-len", "1024", "--gpu-memory", memory, "--write", str(out)]
+        code, text = _plan(capsys, *options)
+        assert code == 0, text
+        assert (f"Wrote {out} (stage 0, checkpointing)." in text) == needs_it
+        assert ("gradient_checkpointing=True" in text.partition("Run: hf-zero launch")[2]) == needs_it
+
+
 def test_more_ranks_are_shown_up_to_what_limits_them(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = _plan(capsys, "llama-125m", "--scale")
     shown = {line.split(" ranks")[0].strip(): line.split()[2:] for line in text.splitlines() if " ranks  " in line}

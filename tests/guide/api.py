@@ -12,8 +12,8 @@ import hf_zero
 PAGE = Path(hf_zero.__file__).parent / "guide" / "api.md"
 _HEAD = """# API
 
-All public names, as `import hf_zero as zero` has them. `help(zero.shard_model)` tells the rest: arguments, shapes, units,
-errors, and sources. This page is written from the docstrings, by `python -m tests.guide.api`.
+The public names of `import hf_zero as zero`. `help(zero.shard_model)` tells the rest: arguments, shapes, units, errors,
+sources. (`python -m tests.guide.api` writes this page from the docstrings.)
 """
 _GROUPS = {
     "Partition a model": ["shard_model", "Init", "ZeroConfig", "leave_whole", "disabled", "undo"],

@@ -281,7 +281,7 @@ def test_bases_in_the_order_that_loses_defaults_are_refused() -> None:
 
 
 def test_deepspeed_without_deepspeed_says_who_takes_its_file(tmp_path: Path) -> None:
-    with pytest.raises(zero.ConfigError, match="write zero= in the place of deepspeed="):
+    with pytest.raises(zero.ConfigError, match="write zero= in place of deepspeed="):
         zero.ZeroTrainingArguments(str(tmp_path), deepspeed="ds.json", report_to=[])
 
 

@@ -82,11 +82,13 @@ def read_text(folder: Path) -> bytes:
     try:
         return (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        missing = "there is no such folder on this host (hosts that share none need a copy each)"
-        reason = f"it has no {MANIFEST}" if folder.is_dir() else missing
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}: there is no such folder on this host (hosts that share none need a copy each)"
+            ) from None
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint of hf_zero: {reason}. A save that was cut off leaves none; "
-            "take an older checkpoint"
+            f"{folder} is not a complete checkpoint of hf_zero: it has no {MANIFEST}. A save that was cut off leaves "
+            "none; take an older checkpoint"
         ) from None
 
 

@@ -52,7 +52,7 @@ def whole_parameters(
     since: WholeParameters | None = None,
     keep: bool = True,
 ) -> WholeParameters:
-    """The whole weights of a model, one after the other, for an inference engine or whoever else wants them.
+    """The whole weights of a model, one after the other, for an inference engine for example.
 
     All ranks call it, and go through all of it, between steps. Memory is bounded: see [Note: handing over]. Adapters of PEFT
     are merged into what is handed over, a layer at a time; the model itself stays as it is, to the last bit.

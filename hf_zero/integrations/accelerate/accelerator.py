@@ -45,7 +45,7 @@ _UNSUPPORTED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType
 
 
 class ZeroPlugin:
-    """What `ZeroAccelerator` partitions with.
+    """The configuration of a `ZeroAccelerator`.
 
     Args:
         config: a `ZeroConfig`, a stage, a mapping, a path; None for keywords alone, or the file that HF_ZERO_CONFIG names.
@@ -296,8 +296,8 @@ def _mesh_of(accelerator: Accelerator, given: ParallelismConfig | None) -> Devic
         return mesh
     if given is not None and given.dp_replicate_size > 1 and accelerator.zero_plugin.config.policy.shards_optimizer:
         raise ConfigError(
-            f"ParallelismConfig(dp_replicate_size={given.dp_replicate_size}) leaves nothing to cut parameters over: set "
-            "dp_shard_size too, or leave it out, or use stage 0"
+            f"ParallelismConfig(dp_replicate_size={given.dp_replicate_size}) leaves no ranks to shard parameters over: "
+            "set dp_shard_size too, or leave it out, or use stage 0"
         )
     return None
 

@@ -150,7 +150,7 @@ def start(args: TrainingArguments, make: Callable[[], None]) -> None:
             args.use_cpu = True  # else transformers refuses bf16
     elif args.deepspeed and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "DeepSpeed is not installed, but its file can be used here: write zero= in the place of deepspeed="
+            "DeepSpeed is not installed, but its file can be used here: write zero= in place of deepspeed="
         )
     make()
     if config is None:
@@ -262,7 +262,7 @@ def _take_full_eval(args: TrainingArguments, config: ZeroConfig) -> None:
 
 @functools.cache
 def with_zero(arguments: type[Arguments]) -> type[Arguments]:
-    """A class of arguments with the fields of `ZeroTrainingArguments` beside its own, and all of its own defaults.
+    """A class of arguments with the fields of `ZeroTrainingArguments` added; it keeps its own defaults.
 
     Args:
         arguments: a dataclass derived from `TrainingArguments`, such as TRL's `SFTConfig` or `Seq2SeqTrainingArguments`.

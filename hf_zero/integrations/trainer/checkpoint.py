@@ -241,8 +241,8 @@ def _check_goes_on(trainer: Any, path: Path, manifest: Manifest) -> None:
         raise UsageError(
             f"{path} was written with {expected} samples a step, and now it would be {ours} "
             f"({trainer._train_batch_size} a rank x {trainer.args.gradient_accumulation_steps} micro-batches x "
-            f"{_num_batches(trainer)} ranks): samples would be repeated or left out. Change the batch size, or set "
-            "zero_any_batch=True to go on all the same"
+            f"{_num_batches(trainer)} ranks): samples would be repeated or left out. Change the batch size or "
+            "gradient_accumulation_steps, or set zero_any_batch=True to go on all the same"
         )
 
 

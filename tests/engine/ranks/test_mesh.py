@@ -203,7 +203,7 @@ def test_accelerates_parallelism_config_is_the_mesh() -> None:
         for left, right in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(left), right.detach(), rtol=1e-5, atol=1e-6)
     _reset()
-    with pytest.raises(ConfigError, match="leaves nothing to cut"):
+    with pytest.raises(ConfigError, match="leaves no ranks to shard"):
         zero.ZeroAccelerator(zero_plugin=plugin, parallelism_config=ParallelismConfig(dp_replicate_size=4))
     _reset()
 

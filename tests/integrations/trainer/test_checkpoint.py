@@ -280,7 +280,7 @@ def test_another_global_batch_is_refused_unless_asked_for(folder: str) -> None:
     make_trainer(folder, 3, output_dir=path, max_steps=2, **SAVING).train()
     options: Values = {"output_dir": path, "per_device_train_batch_size": 1, "max_steps": 3}
     resumed = make_trainer(folder, 3, **options)
-    texts = "written with 4 samples a step, and now it would be 2", "zero_any_batch"
+    texts = "written with 4 samples a step, and now it would be 2", "gradient_accumulation_steps", "zero_any_batch"
     refused(lambda: resumed.train(resume_from_checkpoint=True), "UsageError", *texts)
     trainer = make_trainer(folder, 3, zero_any_batch=True, **options)
     trainer.train(resume_from_checkpoint=True)
