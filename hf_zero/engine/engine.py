@@ -8,7 +8,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, group, roots_of
 from hf_zero.engine.units.keeping import note_failure
 from hf_zero.engine.units.memory import GatheredMemory
-from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, tensors_in
+from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, refuse_pickling, tensors_in
 from hf_zero.engine.units.served import ServedParameters
 from hf_zero.engine.units.under_way import CountedCalls, has_raised, is_peeked_at
 from hf_zero.engine.units.unit import Unit
@@ -186,8 +186,8 @@ class ZeroEngine:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied model gets an engine of its own, at its first forward."""
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    def __reduce__(self) -> NoReturn:
+        refuse_pickling()
 
     @property
     def units(self) -> list[Unit]:

@@ -130,9 +130,61 @@ def test_edits_of_slices_arrive_and_those_that_would_be_lost_raise(stage: int) -
             weight.data = wrong
     with pytest.raises(zero.UsageError, match="share_memory_"):
         twins.model.share_memory()
-    with pytest.raises(zero.UsageError, match=r"'enter.weight'.*save_pretrained"):
-        torch.save(twins.model.state_dict(), io.BytesIO())
     twins.step()
+
+
+@on_ranks(2, stage=[0, 1, 2, 3])
+def test_what_torch_saves_is_whole_and_loads_anywhere(stage: int) -> None:
+    def made(seed: int, stage: int | None) -> tuple[Net, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Net()
+        if stage is not None:
+            zero.shard_model(model, {"stage": stage})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model: Net, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            loss = square_loss(model, batch(step, dist.get_rank()))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = made(0, stage)
+    train(model, optimizer, range(2))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train(model, optimizer, range(2, 4))
+    file.seek(0)
+    saved = torch.load(file)
+    tensors = [
+        *saved["model"].values(),
+        *(value for state in saved["optimizer"]["state"].values() for value in state.values()),
+    ]
+    assert {type(tensor) for tensor in tensors} == {Tensor}
+    again, plain = made(1, stage), made(2, None)
+    for other, its_optimizer in (again, plain):
+        other.load_state_dict(saved["model"])
+        its_optimizer.load_state_dict(saved["optimizer"])
+    assert train(*again, range(2, 4)) == expected
+    assert square_loss(plain[0], batch(2, dist.get_rank())).item() == expected[0]
+    with pytest.raises(zero.UsageError, match=r"cannot be pickled \(torch.save\(model\).*save `model.state_dict"):
+        torch.save(model, io.BytesIO())
+
+
+@on_ranks(2, stage=[1, 3])
+def test_rank_0_alone_saves_the_weights_by_torch(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    file, expected = io.BytesIO(), copy.deepcopy(twins.reference.state_dict())
+    if dist.get_rank() == 0:
+        torch.save(twins.model.state_dict(), file)
+    twins.step()
+    if dist.get_rank() == 0:
+        file.seek(0)
+        torch.testing.assert_close(torch.load(file), dict(expected))
 
 
 class Slow(Net):

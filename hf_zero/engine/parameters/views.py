@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
@@ -57,12 +57,13 @@ class Readable(AtRest):
         with torch.no_grad():
             return self.full_tensor().tolist()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            f"{self.describe()} is partitioned: pickling it (torch.save) would keep this rank's rows only. Save whole weights "
-            "with `model.save_pretrained`, `trainer.save_model` or `accelerator.get_state_dict(model)`, called on every rank, "
-            "or take `model.state_dict()` inside `with zero.GatheredParameters(model):`"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the whole tensor: what `torch.save` writes, anyone may load."""
+        with torch.no_grad():
+            whole, tensor = self.full_tensor(), cast(Tensor, self)
+        is_param = isinstance(tensor, nn.Parameter)
+        saved = nn.Parameter(whole, tensor.requires_grad) if is_param else whole.requires_grad_(tensor.requires_grad)
+        return saved.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class View(Readable, Tensor):

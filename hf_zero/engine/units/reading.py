@@ -15,7 +15,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,16 @@ class Receiver(Protocol):
         """The gradient of a read is there."""
 
 
+def refuse_pickling() -> NoReturn:
+    """Raise for a module that is pickled: what hf_zero has put into it is of this process."""
+    raise UsageError(
+        "a module that hf_zero runs cannot be pickled (torch.save(model), or sent to another process): save "
+        "`model.state_dict()`, or use `model.save_pretrained`"
+    )
+
+
 class ReadableParameters(dict[str, Any]):
-    """`module._parameters` of a partitioned model. Copies and pickles are plain dicts."""
+    """`module._parameters` of a partitioned model. Copies are plain dicts."""
 
     __slots__ = ("_reader",)
 
@@ -106,8 +114,8 @@ class ReadableParameters(dict[str, Any]):
         new.update({name: copy.deepcopy(tensor, memo) for name, tensor in self.items()})
         return new
 
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
+    def __reduce__(self) -> NoReturn:
+        refuse_pickling()
 
 
 @functools.cache
