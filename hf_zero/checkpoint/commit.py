@@ -44,6 +44,15 @@ MARKER = "checkpoint-is-incomplete.txt"  # the Trainer leaves it in a folder bef
 _open: dict[Path, StagedCheckpoint] = {}
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Raise a `CheckpointError` for a folder that a checkpoint would replace, and that is none."""
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if found - {MARKER} and MANIFEST not in found:
+        raise CheckpointError(
+            f"{folder} exists already, and is no checkpoint of hf_zero: move it away, or save to another folder"
+        )
+
+
 class StagedCheckpoint:
     """A checkpoint that is being written; created, filled and committed by all ranks together.
 
@@ -77,11 +86,7 @@ class StagedCheckpoint:
     def _make(self) -> None:
         self.final.parent.mkdir(parents=True, exist_ok=True)
         recover_one(self.final)
-        found = {path.name for path in self.final.iterdir()} if self.final.is_dir() else set()
-        if found - {MARKER} and MANIFEST not in found:
-            raise CheckpointError(
-                f"{self.final} exists already, and is no checkpoint of hf_zero: move it away, or save to another folder"
-            )
+        refuse_foreign(self.final)
         if self.outer.exists():
             disk.remove_tree(self.outer)  # left by an interrupted save
         disk.make_folder(self.outer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from hf_zero.changes import Changes
-from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
+from hf_zero.checkpoint.commit import StagedCheckpoint, newest, refuse_foreign, staged_in, tidying, verify
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
 from hf_zero.checkpoint.files.rotation import remove_oldest
@@ -71,6 +72,31 @@ def agree_on_folder(args: Any, model: nn.Module | None) -> None:
     engine = engine_under(model)
     if engine is not None and engine.world.num_ranks > 1 and args.output_dir is not None:
         args.output_dir = str(one_place(args.output_dir, engine.world))
+
+
+def check_folder(trainer: Any, first: int, world: World) -> None:
+    """Look for folders of others where this training would save.
+
+    Args:
+        trainer: about to train.
+        first: the step that it begins after.
+        world: all ranks call this together.
+
+    Raises:
+        CheckpointError: on all ranks, since a save would fail there, when the steps before it are done.
+    """
+    args = trainer.args
+    if args.save_strategy != "no" and args.output_dir is not None:
+        world.from_first(lambda: _check_folder(args, first), f"looking into {args.output_dir}", CheckpointError)
+
+
+def _check_folder(args: Any, first: int) -> None:
+    last = args.max_steps if args.max_steps > 0 else math.inf
+    every = args.save_steps if args.save_strategy == "steps" and args.save_steps >= 1 else 1
+    for path in Path(args.output_dir).glob("checkpoint-*"):
+        step = step_of(path)
+        if step is not None and first < step <= last and (step % every == 0 or step == last):
+            refuse_foreign(path)
 
 
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any) -> None:

@@ -380,6 +380,23 @@ def test_what_was_copied_for_a_save_goes_with_its_trainer(folder: str) -> None:
     assert kept() is None
 
 
+@on_ranks(2)
+@undone
+def test_a_folder_that_others_wrote_is_told_of_before_the_training(folder: str) -> None:
+    place = Path(folder, "foreign")
+    trainer = make_trainer(folder, 3, output_dir=str(place), **SAVING)
+    for name in ("checkpoint-3", "checkpoint-6"):  # where nothing is saved
+        Path(place, name).mkdir(parents=True, exist_ok=True)
+        Path(place, name, "model.safetensors").touch()
+    trainer.train()
+    again = make_trainer(folder, 3, output_dir=str(place), **SAVING)
+    Path(place, "checkpoint-4", MANIFEST).unlink(missing_ok=True)
+    dist.barrier()
+    with pytest.raises(zero.CheckpointError, match=r"checkpoint-4 exists already, and is no checkpoint of hf_zero"):
+        again.train()
+    assert again.state.global_step == 0
+
+
 # ---- by a signal ----------------------------------------------------------------------------------------------------
 
 
