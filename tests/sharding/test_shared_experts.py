@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_zero as zero
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.plan.summary import summary
 from hf_zero.sharding.loading import checkpoint_shapes, names_to_read_whole
 from hf_zero.sharding.shared_experts import SharedExperts
 from tests.engine.twins import NEAR, SHARDED, assert_same, whole
@@ -104,10 +105,9 @@ def test_a_rank_has_its_experts_and_sends_no_tokens() -> None:
     assert experts.down_proj.to_local().shape == (2, 24, 12)  # of eight
     world = pair.engine.world
     assert (world.experts.num_ranks, world.tensor.num_ranks, world.num_shards) == (1, 2, 2)
+    assert "2 shards x 2 (tensor axis, experts too)" in summary(pair.engine)
     loss_of(pair.model, plain(0, pair.own)).backward()
-    assert not any(
-        total.bytes for kind in ("all_to_all", "all_to_all (expert axis)") for total in [world.ledger.total(kind)]
-    )
+    assert [world.ledger.total(kind).bytes for kind in ("all_to_all", "all_to_all (expert axis)")] == [0, 0]
 
 
 @on_ranks(2)
