@@ -578,6 +578,8 @@ TRL = [
 def tensor_axis_seams() -> list[Seam]:
     from accelerate.parallelism_config import ParallelismConfig
     from transformers import modeling_layers
+    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel as Dispatched
+    from transformers.distributed.expert_parallel import MoEParamShard
     from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce as GatedNorms
     from transformers.distributed.tensor_parallel import TensorParallelLayer
     from transformers.integrations import moe
@@ -620,6 +622,12 @@ def tensor_axis_seams() -> list[Seam]:
         Seam(torch.distributed.distributed_c10d, "_get_default_store", "", "program_store: roll calls"),
         Seam(PreTrainedModel, "_resolve_parallel_plans", "return tp_plan, ep_plan, fsdp_plan", "share_resized"),
         Seam(TensorParallelLayer, "install_forward", "module.forward = tp_forward", "SharedForward is what it makes"),
+        Seam(Dispatched, "install_forward", "def install_forward(self, module, ep_mesh, *, tp_mesh", "SharedExperts"),
+        Seam(
+            Dispatched, "install_forward", "with self.context_around_forward(module, ep_mesh):", "parts are seen in it"
+        ),
+        Seam(MoEParamShard, "shard_param", "module.num_experts = global_num_experts // expert_parallel_size", ""),
+        Seam(DistributedMixin, "maybe_distribute_model", 'ep_mesh = mesh_manager.get_mesh("ep")', "_Meshes"),
     ]
 
 

@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser, size_of: Callable[[str], int]
     parser.add_argument("--sp", type=int, default=1, metavar="N", help="ranks that share each sequence, as sp_size (1)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="likewise, as cp_size; both together (1)")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that divide all experts, as ep_size (1)")
+    parser.add_argument("--tp", type=int, default=1, help=argparse.SUPPRESS)  # refused by name
     parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing only")
     parser.add_argument("--accumulation", action="store_true", help="several micro-batches a step")
     parser.add_argument(
@@ -171,6 +172,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     timing.check(args)
+    if args.tp > 1:
+        raise ConfigError(f"--tp {args.tp}: the plan does not count with tensor parallelism (tp_size): leave --tp out")
     for name in ("ranks", "batch_size", "seq_len", "sp", "cp", "ep", "replicate", "lora", "ranks_per_host"):
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -15,7 +15,9 @@ divide heads (`heads`), and one of each such group meets the others for the keys
 
 Some of those that cut parameters, next to each other, may compute some experts each of every layer (`experts`), and send each
 other tokens. Those at the same place of each such group compute the same experts (`same_experts`), and gather them from each
-other. With 4 shards and `ep_size: 2`, ranks 0 and 1 compute all experts, 2 and 3 again; 0 and 2 compute the same ones.
+other. With 4 shards and `ep_size: 2`, ranks 0 and 1 compute all experts, 2 and 3 again; 0 and 2 compute the same ones. Where
+there is a tensor axis, its ranks divide experts as they divide layers, and send each other no tokens: then `experts` is this
+rank alone.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from hf_zero.comm.groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default
 from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives, plain_choice
-from hf_zero.config.axes import sharing_sequences
+from hf_zero.config.axes import check_experts_on_tensor_axis, sharing_sequences
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, UsageError
 
@@ -136,7 +138,7 @@ class Axes:
                 holders = cut
         nearby = _nearby(cut, config, device, ledger, make)
         by_sequence = _of_sequences(cut, config, ledger, partial(make, plain))
-        by_experts = _of_experts(cut, config.ep_size, partial(make, plain), ledger)
+        by_experts = _of_experts(cut, config.ep_size if tensor_size == 1 else 1, partial(make, plain), ledger)
         own_row = next(row for row in replicas if any(everyone.ranks[everyone.rank] in cell for cell in row))
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
@@ -307,7 +309,8 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
             f"{sharing_sequences(config.sp_size, config.cp_size)} is {size}, but {running}{along}: it must divide the "
             f"{len(cells[0])} ranks that shard parameters"
         )
-    if len(cells[0]) % config.ep_size:
+    check_experts_on_tensor_axis(config.ep_size, tensor_size)
+    if tensor_size == 1 and len(cells[0]) % config.ep_size:
         along = "" if len(cells) == 1 else f", in {len(cells)} replicas"
         raise ConfigError(
             f"ep_size is {config.ep_size}, but {running}{along}: it must divide the {len(cells[0])} ranks that shard "

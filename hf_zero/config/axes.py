@@ -58,6 +58,17 @@ def sharing_sequences(sp_size: int, cp_size: int) -> str:
     return " x ".join(key for key, size in sizes.items() if size > 1) or "sp_size"
 
 
+def check_experts_on_tensor_axis(ep_size: int, tp_size: int) -> None:
+    """Raise a `ConfigError` unless all ranks that share layers, and no others, divide the experts between them."""
+    if tp_size > 1 and ep_size not in (1, tp_size):
+        values.fail(
+            "ep_size",
+            ep_size,
+            f"cannot be had together with tp_size: {tp_size}: ranks that share every layer have its experts together, so use "
+            f"ep_size: {tp_size}; or remove one of them",
+        )
+
+
 def check_sizes(config: ZeroConfig) -> None:
     """Raise a `ConfigError` for sizes of axes that do not go with the rest of a configuration."""
     cuts, stage = config.policy.shards_optimizer, config.stage
@@ -71,8 +82,8 @@ def check_sizes(config: ZeroConfig) -> None:
         if getattr(config, key) > 1 and not cuts:
             advice = f"cannot be had in stage {stage}, which partitions nothing; use stage 1, 2 or 3"
             values.fail(key, getattr(config, key), advice)
+    check_experts_on_tensor_axis(config.ep_size, config.tp_size)
     others = {
-        "tp_size": config.tp_size > 1,
         "cp_size": config.cp_size > 1,
         "offload": config.offload.is_anything,
         "wire": not config.wire.is_default,
@@ -80,5 +91,5 @@ def check_sizes(config: ZeroConfig) -> None:
         "keep_whole_numel": config.keep_whole_numel > 0,
     }
     found = [key for key, is_asked_for in others.items() if is_asked_for]
-    if config.ep_size > 1 and found:
+    if config.ep_size > config.tp_size and found:  # else experts are shared as layers are, with all that goes with that
         values.fail("ep_size", config.ep_size, f"cannot be had together with {' and '.join(found)}; remove one of them")

@@ -164,7 +164,8 @@ def _axes(world: World) -> str:
         several = world.replicas.num_ranks > 1
         return (f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if several else "") + shared
     replicas = f"{world.replicas.num_ranks} replicas x " if world.replicas.num_ranks > 1 else ""
-    return f" ({replicas}{world.num_shards} shards x {world.tensor.num_ranks} (tensor axis)){shared}"
+    axis = "tensor axis, experts too" if world.config.ep_size > 1 else "tensor axis"
+    return f" ({replicas}{world.num_shards} shards x {world.tensor.num_ranks} ({axis})){shared}"
 
 
 def _kept_inputs(world: World) -> str:

@@ -118,7 +118,7 @@ class RoutedForward:
         routes = self._dispatch.routes
         if next(module.parameters()).shape[0] == routes.num_experts:
             return forward(module, hidden_states, top_k_index, top_k_weights)
-        with _so_many_experts(module, routes.num_local):
+        with so_many_experts(module, routes.num_local):
             return self._dispatch(hidden_states, top_k_index, top_k_weights, lambda *given: forward(module, *given))
 
     def _before_wait(self) -> None:
@@ -135,7 +135,7 @@ class RoutedForward:
 
 
 @contextmanager
-def _so_many_experts(module: nn.Module, count: int) -> Iterator[None]:
+def so_many_experts(module: nn.Module, count: int) -> Iterator[None]:
     """Within: a module believes that it has so many experts."""
     before = module.num_experts
     module.num_experts = count  # type: ignore[assignment]

@@ -149,17 +149,22 @@ def names_to_read_whole(
         if (
             not complete
             or len(cuts) > 1
-            or any(_is_cut_by_rows(state[name], world) for name in names)
+            or any(_has_scattered_rows(state[name], world) for name in names)
             or not keeps_rows(converter.operations, list(by_source.values()), targets, world.num_shards, min(cuts))
         ):
             whole.update(names)
     return whole
 
 
-def _is_cut_by_rows(param: Tensor, world: World) -> bool:
-    """Whether the tensor axis cuts the rows of a parameter, so that a rank's rows are not one range of the whole's."""
+def _has_scattered_rows(param: Tensor, world: World) -> bool:
+    """Whether the tensor axis cuts the rows of a parameter so that a rank's are not one range of the whole's, as experts' are.
+
+    Where ranks do not divide the rows, torch and transformers count ranges of them in other ways.
+    """
     tensor = world.cut_of(param).tensor
-    return tensor is not None and tensor.dim == 0
+    if tensor is None or tensor.dim != 0:
+        return False
+    return tensor.num_groups > 1 or tensor.shape[0] % (tensor.num_ranks * world.num_shards) != 0
 
 
 def _targets_of(converter: Any, first_target: str, state: Mapping[str, Tensor]) -> list[str]:

@@ -28,6 +28,7 @@ from hf_zero.engine.parameters.tensor_axis import (
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.sharding.shared_experts import with_experts_of_our_own
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 if TYPE_CHECKING:
@@ -230,21 +231,23 @@ def _distributed_config(world: World) -> Any:
 
     replicas = world.replicas.num_ranks
     shards = world.data.num_ranks // replicas
-    return DistributedConfig(tp_size=world.tensor.num_ranks, fsdp_size=shards, dp_replicate_size=replicas)
+    size = world.tensor.num_ranks
+    experts = size if world.config.ep_size > 1 else 1
+    return DistributedConfig(tp_size=size, fsdp_size=shards, dp_replicate_size=replicas, ep_size=experts)
 
 
 def _check_fits(given: Any, world: World) -> None:
     ours = _distributed_config(world)
-    for name in ("ep_size", "pp_size"):
-        if getattr(given, name) > 1:
-            raise ConfigError(
-                f"DistributedConfig({name}={getattr(given, name)}) cannot be combined with zero: "
-                + (
-                    "recipes/pipeline.py shows pipeline stages under zero"
-                    if name == "pp_size"
-                    else "expert parallelism is ep_size in the zero configuration, without tp_size"
-                )
-            )
+    if given.pp_size > 1:
+        raise ConfigError(
+            f"DistributedConfig(pp_size={given.pp_size}) cannot be combined with zero: recipes/pipeline.py shows pipeline "
+            "stages under zero"
+        )
+    if given.ep_size not in (1, ours.ep_size):
+        raise ConfigError(
+            f"DistributedConfig(ep_size={given.ep_size}), but ep_size is {ours.ep_size} in the zero configuration, which "
+            "expert parallelism is asked for in: leave it out there"
+        )
     for name in ("tp_size", "fsdp_size", "dp_replicate_size"):
         wanted = getattr(given, name)
         if wanted != getattr(ours, name) and (name == "tp_size" or wanted != 1):
@@ -252,7 +255,7 @@ def _check_fits(given: Any, world: World) -> None:
                 f"DistributedConfig({name}={wanted}), but the ranks are {ours.dp_replicate_size} x {ours.fsdp_size} x "
                 f"{ours.tp_size} (dp_replicate_size, fsdp_size, tp_size) by the zero configuration: leave it out there"
             )
-    given.fsdp_size, given.dp_replicate_size = ours.fsdp_size, ours.dp_replicate_size
+    given.fsdp_size, given.dp_replicate_size, given.ep_size = ours.fsdp_size, ours.dp_replicate_size, ours.ep_size
 
 
 class _Meshes:
@@ -262,8 +265,8 @@ class _Meshes:
         self._world = world
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> Any:
-        """The tensor axis, or the mesh of parameters at rest."""
-        return self._world.tensor_mesh if dims == TENSOR_AXIS else self._world.grid
+        """The tensor axis, over which experts are divided too, or the mesh of parameters at rest."""
+        return self._world.tensor_mesh if dims in (TENSOR_AXIS, "ep") else self._world.grid
 
 
 def _class_method(function: Any) -> Any:
@@ -276,7 +279,7 @@ def _apply(model: PreTrainedModel, config: Any, world: World) -> Any:
     from transformers.distributed.mixin import DistributedMixin
 
     _check_heads(model, world)
-    with _without_fsdp(), _with_forwards_of_our_own():
+    with _without_fsdp(), _with_forwards_of_our_own(), with_experts_of_our_own():
         try:
             made = DistributedMixin.maybe_distribute_model.__func__(type(model), model, config, _Meshes(world))
         except ValueError as error:

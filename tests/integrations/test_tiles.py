@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
 from tests.engine.tiles.models import LargestLogits
+from tests.integrations.test_trl import TRAINERS
 from tests.integrations.trainer.runs import arguments, dataset, gpt2, trainer_of, undone
 from tests.integrations.trl_inputs import config, text, tokenizer
 from tests.models import CASES, VOCAB, make_model
@@ -112,12 +113,17 @@ def _dpo(shared: dict[str, Any], **options: Any) -> Any:
     return lambda model: DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows))
 
 
+def _later(name: str, shared: dict[str, Any]) -> Any:
+    return lambda model: TRAINERS[name](model, shared)
+
+
 TRL: dict[str, Callable[..., Any]] = {
     "sft": _sft,
     "completions": functools.partial(_sft, completion_only_loss=True),
     "smoothed": functools.partial(_sft, label_smoothing_factor=0.1),
     "packed": functools.partial(_sft, packing=True, packing_strategy="wrapped"),
     "dpo": _dpo,
+    **{name: functools.partial(_later, name) for name in ("kto", "grpo", "rloo")},
 }
 
 
@@ -152,8 +158,15 @@ def _trl(folder: str, names: list[str]) -> None:
         assert numbers[0] and numbers[1] == pytest.approx(numbers[0], rel=2e-5, abs=1e-6), (name, numbers)
 
 
-def test_trainers_of_trl(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["sft", "completions", "smoothed", "packed", "dpo"],
+        pytest.param(["kto", "grpo", "rloo"], marks=pytest.mark.slow),
+    ],
+)
+def test_trainers_of_trl(names: list[str], tmp_path: Any) -> None:
     tokenizer().save_pretrained(tmp_path)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config(False)).save_pretrained(tmp_path)
-    run_ranks(_trl, 2, str(tmp_path), list(TRL), timeout_s=300)
+    run_ranks(_trl, 2, str(tmp_path), names, timeout_s=300)

@@ -86,7 +86,7 @@ def _distillation(model: PreTrainedModel, shared: dict[str, Any], **options: Any
     return DistillationTrainer(model, teacher_model=teacher, args=args, train_dataset=rows)
 
 
-_TRAINERS: dict[str, Callable[..., Any]] = {
+TRAINERS: dict[str, Callable[..., Any]] = {
     "sft": _sft,
     "dpo": _dpo,
     "reward": _reward,
@@ -131,7 +131,7 @@ def _train(folder: str, name: str, stage: int | None, tied: bool, options: dict[
         limit = {"prefetch_bytes": 0} if stage else {"bucket_bytes": 2000}  # several buckets
         zero.shard_model(made, {"stage": stage, "collectives": "pairwise", "timeout_s": 30, **limit})
     torch.manual_seed(1)
-    trainer = _TRAINERS[name](made, shared, **options)
+    trainer = TRAINERS[name](made, shared, **options)
     if stage is not None:
         trainer.add_callback(zero.ZeroCallback())
     trainer.train()

@@ -79,6 +79,16 @@ def test_wrappers_of_torch_around_a_partitioned_child_are_refused_by_name(stage:
     DistributedDataParallel(model[1])(batch(0, 0)).sum().backward()
 
 
+@on_ranks(1)
+def test_a_wrapper_around_one_rank_that_casts_is_refused() -> None:
+    plain, cast = Net(), Net()
+    zero.shard_model(plain, {"stage": 1})
+    zero.shard_model(cast, {"stage": 1, "compute_dtype": "bfloat16"})
+    DistributedDataParallel(plain)(batch(0, 0)).sum().backward()
+    with pytest.raises(zero.PartitionError, match="DistributedDataParallel around Net"):
+        DistributedDataParallel(cast)
+
+
 class Phased(Net):
     def __init__(self) -> None:
         super().__init__()

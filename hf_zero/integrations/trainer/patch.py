@@ -5,7 +5,8 @@ Nothing changes for a Trainer whose arguments, callbacks and model have nothing 
 - `__init__`: before it runs, the model gets its engine (a Trainer reads at construction whether a model is sharded), what
   cannot work is refused, a user's optimizer is rebound, and the callback is attached. Subclasses such as TRL's get here
   too, with their final model.
-- `create_accelerator_and_postprocess`: fp16 gets its loss scaler; a hyperparameter search makes an accelerator each trial.
+- `create_accelerator_and_postprocess`: fp16 gets its loss scaler, and one launched rank no DDP; a hyperparameter search makes
+  an accelerator each trial.
 - `call_model_init`: the model of `model_init` gets its engine.
 - `train`: finds and verifies the checkpoint to resume from.
 - `save_model`, before transformers 5.23: adapters are saved by all ranks, as everything else is.
@@ -163,8 +164,17 @@ def _wrap_create_accelerator(original: Callable[[Any], None]) -> Callable[[Any],
             gather_each_batch_once(self.accelerator, size)
             self.gather_function = self.accelerator.gather_for_metrics
         scale_loss(self.accelerator, engine.world.config)
+        _leave_unwrapped(self.accelerator)
 
     return wrapped
+
+
+def _leave_unwrapped(accelerator: Any) -> None:
+    """Let accelerate prepare models without `DistributedDataParallel`, in which it wraps that of one launched rank.
+
+    With `compute_dtype` that rank's gradients are the engine's, and DDP would drop those of all micro-batches but the first.
+    """
+    accelerator.prepare_model = functools.partial(type(accelerator).prepare_model, accelerator, evaluation_mode=True)
 
 
 def _wrap_call_model_init(original: Callable[..., Any], prepare_model: PrepareModel) -> Callable[..., Any]:
@@ -183,6 +193,8 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not engine_under(self.model) and is_partitioned(self.model):
             raise UsageError("the Trainer's model was partitioned, but its engine is gone: make the Trainer again")
+        if engine_under(self.model) is not None:
+            _leave_unwrapped(self.accelerator)
         if "_tp_size" in vars(self) and engine_under(self.model) is not None:
             self._tp_size = 1  # TRL divides counts of tokens by it, which are of each batch once here
         # Else its next model agrees; after a trial of a search, rank 0 alone has let go of the last.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.changes import Changes
+from hf_zero.engine.backward.backward import PlainBackward
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.errors import PartitionError
@@ -48,7 +49,8 @@ def _refuse_partitioned(module: nn.Module, wrapper: str) -> None:
     """Raise if hf_zero runs a part of a model, or has partitioned one while it was made; other libraries' DTensors may stay."""
     for name, part in module.named_modules():
         engine, held = engine_of(part), part._parameters.values()
-        is_run = engine is not None and engine.world.num_ranks > 1  # alone, the Trainer may wrap what is plain
+        # Alone, in the dtype of the parameters, gradients are autograd's, which the wrapper may have.
+        is_run = engine is not None and (engine.world.num_ranks > 1 or not isinstance(engine.backward, PlainBackward))
         if is_run or any(isinstance(param, PartitionedTensor) for param in held):
             raise PartitionError(
                 f"{wrapper} around {type(module).__name__}, of which {type(part).__name__} {name!r} is partitioned by hf_zero, "

@@ -33,3 +33,15 @@ def test_trainer_goes_on_with_experts_shared_among_other_ranks(tmp_path: Path) -
     middle = str(tmp_path / "a" / "checkpoint-2")
     found = run_ranks(_train, 4, str(tmp_path / "b"), 1, {"stage": 3, "ep_size": 2}, resume=middle)
     assert_equal(found[0], reference, first=2)
+
+
+@pytest.mark.slow
+def test_trainer_resumes_with_experts_on_the_ranks_that_share_layers(tmp_path: Path) -> None:
+    reference = run_alone(_train, str(tmp_path / "one"), 2, None)
+    both = {"stage": 3, "tp_size": 2, "ep_size": 2}
+    shared = run_ranks(_train, 4, str(tmp_path / "a"), 1, both, saves=True)
+    assert_equal(shared[0], reference)
+    middle = str(tmp_path / "a" / "checkpoint-2")
+    again = run_ranks(_train, 4, str(tmp_path / "b"), 1, both, resume=middle)
+    assert again[0]["losses"] == shared[0]["losses"][2:]
+    assert_equal(run_alone(_train, str(tmp_path / "c"), 2, {"stage": 2}, resume=middle), reference, first=2)

@@ -39,6 +39,16 @@ def test_trainer_trains_evaluates_and_resumes_as_one_process(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", ["sp_size", "cp_size"])
+def test_losses_are_scaled_in_half_precision_as_in_one_process(axis: str, tmp_path: Path) -> None:
+    (reference,) = run_ranks(_train, 1, str(tmp_path / "one"), 2, {"stage": 3}, fp16=True)
+    for found in run_ranks(_train, 2, str(tmp_path / "two"), 2, {"stage": 3}, fp16=True, **{axis: 2}):
+        assert found["step"] == reference["step"]
+        for ours, theirs in zip(found["losses"], reference["losses"], strict=True):
+            assert ours == pytest.approx(theirs, rel=5e-3)
+
+
+@pytest.mark.slow
 def test_trainer_goes_on_with_slices_and_other_batches_beside_them(tmp_path: Path) -> None:
     reference = run_alone(_train, str(tmp_path / "one"), 2, None)
     run_ranks(_train, 2, str(tmp_path / "a"), 1, {"stage": 1}, saves=True)

@@ -169,6 +169,15 @@ def test_training_equals_ddp(scenario: Scenario, folder: str) -> None:
         assert scenario.weight_tolerance is None or weight <= scenario.weight_tolerance, (stage, weight)
 
 
+@on_ranks(1, stage=[1, 3])
+@undone
+def test_one_launched_rank_adds_up_micro_batches_in_half_precision(folder: str, stage: int) -> None:
+    scenario = Scenario("one", options={"gradient_accumulation_steps": 2, "bf16": True})
+    oracle, found = train(scenario, folder, None), train(scenario, folder, stage)
+    assert (oracle.wrapper == "DistributedDataParallel") > (found.wrapper == "DistributedDataParallel")
+    assert worst(found.norms, oracle.norms) <= 10 * BF16["tolerance"], (found.norms, oracle.norms)
+
+
 @on_ranks(2)
 @undone
 def test_bf16_computes_in_bfloat16_on_fp32_masters(folder: str) -> None:

@@ -143,6 +143,19 @@ def test_a_tensor_axis_beside_it_trains_as_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
+@on_ranks(2, axis=["sp_size", "cp_size"])
+def test_compiled_models_train_as_in_one_process(axis: str) -> None:
+    pair = Pair(make("llama"), **{"stage": 3, axis: 2, "collectives": "pairwise"})
+    torch._dynamo.utils.counters.clear()
+    try:
+        pair.model.compile(backend="eager")
+        pair.steps(ragged, range(2))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
+    finally:
+        torch.compiler.reset()
+
+
 @on_ranks(2)
 def test_a_copy_is_sliced_when_it_is_partitioned() -> None:
     model = make("llama")
