@@ -98,26 +98,25 @@ class _Steps:
         self.begin(0, ())
 
     def begin(self, step: int, optimizers: Iterable[object]) -> None:
-        self.newest = step
-        self._first = weakref.WeakKeyDictionary(dict.fromkeys(optimizers, step))
-        self._first_of_others = 0 if self._first else step
+        self.first = self.newest = step
+        self._first_of = weakref.WeakKeyDictionary(dict.fromkeys(optimizers, step))
         self._done = weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[object, int]]()
 
     def note(self, optimizer: object, model: object) -> None:
         done = self._done.setdefault(optimizer, weakref.WeakKeyDictionary())
         done[model] = done.get(model, 0) + 1
-        self.newest = max(self.newest, self.of(optimizer))
+        self.newest = max(self.newest, (0 if optimizer in self._first_of else self.first) + self.of(optimizer))
 
     def of(self, optimizer: object) -> int:
         done = max(self._done[optimizer].values()) if optimizer in self._done else 0
-        return self._first.get(optimizer, self._first_of_others) + done
+        return self._first_of.get(optimizer, 0) + done
 
 
 _steps = _Steps()
 
 
 def steps_of(optimizers: Iterable[object]) -> int:
-    """Steps that these have begun, those before a resumed checkpoint included; of the one that has done most."""
+    """Steps that these have begun, those before a checkpoint that was loaded into them included; of the one that has done most."""
     return max(map(_steps.of, optimizers), default=0)
 
 

@@ -136,12 +136,13 @@ def test_a_step_is_counted_once_whatever_number_of_optimizers_and_models_it_has(
         progress.note_step(first, one)
         progress.note_step(first, other)
         progress.note_step(second, one)
-    assert progress.steps_of([first, second]) == 8
+    assert progress._steps.newest == 8
     progress.note_step(second, one)
-    assert (progress.steps_of([first]), progress.steps_of([first, second])) == (8, 9)
+    assert progress._steps.newest == 9
+    assert (progress.steps_of([first]), progress.steps_of([first, second])) == (3, 4)
     progress.note_begin(3, [first])
     progress.note_step(first, one)
-    assert (progress.steps_of([first]), progress.steps_of([second])) == (4, 0)
+    assert (progress.steps_of([first]), progress.steps_of([second]), progress._steps.newest) == (4, 0, 4)
 
 
 @pytest.mark.parametrize(

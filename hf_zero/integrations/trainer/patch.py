@@ -216,7 +216,7 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
                     )
                 self._load_from_checkpoint(resume_from_checkpoint)
                 resume_from_checkpoint = None
-        if engine is not None:
+        if engine is not None and self.model_init is None:  # in a search, ranks come here by different ways
             first = trainer_checkpoint.step_of(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
             trainer_checkpoint.check_folder(self, first or 0, engine.world)
         result = original(self, resume_from_checkpoint, *args, **kwargs)
