@@ -116,7 +116,7 @@ _steps = _Steps()
 
 
 def steps_of(optimizers: Iterable[object]) -> int:
-    """Steps that these have begun, those before a checkpoint that was loaded into them included; of the one that has done most."""
+    """Steps that the one of these has begun that has done most, with those before a checkpoint that was loaded into it."""
     return max(map(_steps.of, optimizers), default=0)
 
 
