@@ -294,7 +294,10 @@ class SignalSaves:
 
     def listen(self) -> None:
         """Hear the signal until the training ends: before, another Trainer may train, and an end is an end."""
-        self._manager.setup_signal_handler()
+        if (
+            signal.getsignal(signal.SIGTERM) != self._manager._sigterm_handler
+        ):  # a training may begin twice before it ends
+            self._manager.setup_signal_handler()
 
     def _request(self) -> None:
         self._is_requested = self.is_told = True

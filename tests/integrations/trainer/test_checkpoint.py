@@ -426,6 +426,9 @@ def test_signal_to_one_rank_saves_on_all_at_the_same_step(folder: str) -> None:
     trainer = make_trainer(folder, 3, output_dir=place, enable_jit_checkpoint=True, save_strategy="no")
     trainer.add_callback(SignalAtStep(trainer))
     make_trainer(folder, 3, output_dir=place, enable_jit_checkpoint=True)  # of another training, which comes later
+    trainer.callback_handler.on_train_begin(
+        trainer.args, trainer.state, trainer.control
+    )  # as `auto_find_batch_size` may
     trainer.train()
     assert_alike(trainer.state.global_step)
     assert os.listdir(place) == ["checkpoint-2"]
