@@ -105,6 +105,18 @@ ELASTIC = [
         "healing: processes that save have more time",
     ),
     Seam(
+        importlib.import_module("torch.distributed.elastic.multiprocessing.api").SubprocessContext,
+        "_poll",
+        "or self._failures: self.close()",
+        "healing: peers of a process that failed have less",
+    ),
+    Seam(
+        importlib.import_module("torch.distributed.elastic.multiprocessing.api").PContext,
+        "close",
+        "self._close(death_sig=death_sig, timeout=timeout)",
+        "healing: peers of a process that failed have less",
+    ),
+    Seam(
         importlib.import_module("torch.distributed.elastic.agent.server.api").SimpleElasticAgent,
         "_invoke_run",
         "run_result = self._monitor_workers(self._worker_group) state = run_result.state",
@@ -121,6 +133,18 @@ ELASTIC = [
         "next_rendezvous",
         'os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1"',
         "healing: each start has a store of its own",
+    ),
+    Seam(
+        importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")._RendezvousExitOp,
+        "__call__",
+        "if ctx.node in ctx.state.participants:",
+        "healing: a host whose processes failed leaves before it comes again",
+    ),
+    Seam(
+        importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").DynamicRendezvousHandler,
+        "num_nodes_waiting",
+        "self._state_holder.sync() return len(self._state_holder.state.wait_list)",
+        "healing: who takes part is known where hosts wait",
     ),
     Seam(
         importlib.import_module("accelerate.commands.launch"),

@@ -25,7 +25,7 @@ from hf_zero.errors import UsageError
 from hf_zero.host import progress
 
 _TO_SAVE_S = "120"  # until processes that were told to end are killed; torchrun's 30 s are too few for a large model
-_TO_END_S = 30  # the same, where a peer of theirs has failed
+_TO_END_S = 10  # the same, where a peer of theirs has failed, so that they cannot save
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _OWN_STORES = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else a start finds addresses of processes that are gone in the agent's
@@ -142,6 +142,7 @@ def healing(args: Namespace) -> Iterator[Healing]:
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder, Changes() as changes:
         healer = Healing(Path(folder))
@@ -149,12 +150,18 @@ def healing(args: Namespace) -> Iterator[Healing]:
         os.environ.setdefault(progress.RUN_VARIABLE, _name(args))
         os.environ.setdefault(_SHUTDOWN, _TO_SAVE_S)
         os.environ[_OWN_STORES] = "1"
-        monitor, run = LocalElasticAgent._monitor_workers, torchrun.run
+        monitor, run, close = LocalElasticAgent._monitor_workers, torchrun.run, SubprocessContext.close
+
+        def end(context: Any, death_sig: Any = None, timeout: int | None = None) -> None:
+            if timeout is None:
+                timeout = _TO_END_S if context._failures else 30
+            close(context, death_sig, timeout)
 
         def stop(agent: Any, group: Any) -> None:
-            is_well = group.state is WorkerState.HEALTHY  # a host comes: they save, as when a scheduler ends them
+            is_well = group.state is WorkerState.HEALTHY and not _has_lost_a_host(group)
             theirs = getattr(agent, "_shutdown_timeout", None)
-            if theirs is None:  # torch 2.11 gives everyone 30 s
+            # Where a host comes they save, as when a scheduler ends them. Torch 2.11 gives everyone 30 s.
+            if theirs is None:
                 agent._shutdown()
             else:
                 agent._shutdown(timeout=theirs if is_well else _TO_END_S)
@@ -172,9 +179,16 @@ def healing(args: Namespace) -> Iterator[Healing]:
 
         changes.replace(LocalElasticAgent, "_monitor_workers", monitored)
         changes.replace(LocalElasticAgent, "_stop_workers", stop)
+        changes.replace(SubprocessContext, "close", end)
         changes.replace(torchrun, "run", as_processes_that_come_again)
         changes.replace(accelerate_launch, "simple_launcher", accelerate_launch.multi_gpu_launcher)  # of one process
         yield healer
+
+
+def _has_lost_a_host(group: Any) -> bool:
+    """Whether another host has left the round that is under way, as it does when its processes have failed."""
+    state = getattr(getattr(group.spec.rdzv_handler, "_state_holder", None), "state", None)
+    return state is not None and len(state.participants) < group.group_world_size
 
 
 def _meet_anew(given: Namespace, args: Namespace) -> None:

@@ -11,10 +11,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hf_zero.cli import healing
 from hf_zero.cli import main as cli
 from hf_zero.cli.healing import Healing
 from hf_zero.host import progress
@@ -116,6 +118,18 @@ def test_what_would_be_in_vain_is_not_started_again(tmp_path: Path, capfd: pytes
     assert _fails(healing, 1, 13, 10) == 3, "another rank"
     assert _fails(healing, 1, 13, 12) == 0
     assert "not started again, since it failed there before" in capfd.readouterr().err
+
+
+def test_processes_save_where_a_host_comes_and_end_soon_where_one_has_left() -> None:
+    def group(num_here: int) -> Any:
+        state = SimpleNamespace(participants=dict.fromkeys(range(num_here)))
+        handler = SimpleNamespace(_state_holder=SimpleNamespace(state=state))
+        return SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler), group_world_size=2)
+
+    assert healing._has_lost_a_host(group(1)) and not healing._has_lost_a_host(group(2))
+    assert not healing._has_lost_a_host(
+        SimpleNamespace(spec=SimpleNamespace(rdzv_handler=object()), group_world_size=1)
+    )
 
 
 def test_steps_are_forgotten_between_starts_and_what_is_saved_is_not(tmp_path: Path) -> None:
