@@ -22,6 +22,7 @@ from hf_zero.optim.choice import stepping_of, worlds_of
 from hf_zero.optim.offloaded.room_on_host import check_room
 from hf_zero.optim.on_rows import choose_fused
 from hf_zero.optim.owners import Owners
+from hf_zero.optim.served import serve_states
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import StepCall, Stepping, params_of
 
@@ -59,6 +60,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
     worlds = worlds_of(optimizer)
     stepping = stepping_of(optimizer, worlds)
+    serve_states(optimizer, dict.fromkeys(worlds.values()))
     _check_room_on_host(optimizer)
     if any(engine.world.steps_on_host for engine in held):
         host_cores.begin(id(optimizer))
@@ -177,24 +179,18 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> No
         engine: the model's engine.
     """
     _hold_current(optimizer, engine)
-    stepping = stepping_of(optimizer, worlds_of(optimizer))
-    for old in [param for param in optimizer.state if _current(param, engine) is not param]:
-        new = _current(old, engine)
-        known = engine.find(new)
-        assert known is not None
-        state = optimizer.state.pop(old)
-        # Where nothing is partitioned, states stay as they are.
-        kept = state if stepping is None else {k: stepping.kept(value, known) for k, value in state.items()}
-        optimizer.state[new] = kept
-    vars(optimizer).pop("_zero_checked_state", None)
+    worlds = worlds_of(optimizer)
+    stepping = stepping_of(optimizer, worlds)
+    if stepping is not None:  # where nothing is partitioned, states stay as they are
+        stepping.cut_loaded_states(optimizer, worlds)
     _check_room_on_host(optimizer)
 
 
 def hold_current(engine: ZeroEngine) -> None:
     """Let every optimizer of this process hold an engine's parameters in place of those they were cut from.
 
-    States follow at the optimizer's next step, which all ranks take together: which optimizers live still, as garbage, may
-    differ between ranks.
+    States stay whole until the optimizer's next step, which all ranks take together: which optimizers live still, as garbage,
+    may differ between ranks.
     """
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer) and "param_groups" in vars(each):
@@ -205,6 +201,10 @@ def _hold_current(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> None:
     for group in optimizer.param_groups:
         if any(map(is_replaced, group["params"])):
             group["params"] = [_current(param, engine) for param in group["params"]]
+    states = vars(optimizer).get("state", {})
+    for old in [param for param in states if is_replaced(param) and _current(param, engine) is not param]:
+        states[_current(old, engine)] = states.pop(old)
+        vars(optimizer).pop("_zero_checked_state", None)
 
 
 def _rebind_late(optimizer: torch.optim.Optimizer) -> None:

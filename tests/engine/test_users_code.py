@@ -174,17 +174,44 @@ def test_what_torch_saves_is_whole_and_loads_anywhere(stage: int) -> None:
         torch.save(model, io.BytesIO())
 
 
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
 @on_ranks(2, stage=[1, 3])
-def test_rank_0_alone_saves_the_weights_by_torch(stage: int) -> None:
-    twins = Twins(stage)
+def test_rank_0_alone_saves_weights_and_optimizers_by_torch(stage: int) -> None:
+    twins = Twins(stage, optimizer=_adamw)
     twins.step()
-    file, expected = io.BytesIO(), copy.deepcopy(twins.reference.state_dict())
+    optimizer, reference = twins.optimizers
+    file, expected = io.BytesIO(), copy.deepcopy((twins.reference.state_dict(), reference.state_dict()["state"]))
     if dist.get_rank() == 0:
-        torch.save(twins.model.state_dict(), file)
+        torch.save((twins.model.state_dict(), optimizer.state_dict()["state"]), file)
+        first = twins.model.enter.weight
+        assert optimizer.state[first]["exp_avg"].detach().sum().item() != 0  # also what is computed of one
+        with pytest.raises(zero.UsageError, match="runs this alone.*its optimizers' states can be read by one rank"):
+            (optimizer.state[first]["exp_avg"] * 2).tolist()
     twins.step()
     if dist.get_rank() == 0:
         file.seek(0)
-        torch.testing.assert_close(torch.load(file), dict(expected))
+        torch.testing.assert_close(torch.load(file), (dict(expected[0]), expected[1]))
+
+
+@on_ranks(2, stage=[0, 1, 3])
+def test_an_optimizer_that_was_loaded_first_is_saved_before_its_first_step(stage: int) -> None:
+    torch.manual_seed(0)
+    trained = Net()
+    optimizer = _adamw(trained)
+    square_loss(trained, batch(0, 0)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    expected, model = copy.deepcopy(optimizer.state_dict()), Net()
+    again = _adamw(model)
+    again.load_state_dict(optimizer.state_dict())
+    zero.shard_model(model, stage)
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(again.state_dict(), expected, rtol=0, atol=0)
+    square_loss(model, batch(1, 0)).backward()  # type: ignore[no-untyped-call]
+    again.step()
+    assert not stage or all(isinstance(state["exp_avg"], DTensor) for state in again.state.values())
 
 
 class Slow(Net):

@@ -148,7 +148,7 @@ def _on_shown(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest]) -> Any
 def gather(roots: Sequence[Root], what: str, only_reads: bool = True) -> list[Tensor]:
     """The whole tensors, in memory of their own where they are cut; called by all ranks together, if one has to ask.
 
-    Where they are parameters that are only read, by one rank too: see [Note: alone].
+    Where they are parameters or optimizer states that are only read, by one rank too: see [Note: alone].
     """
     wholes = [_without_asking(root) for root in roots]
     cut = [root for root, whole in zip(roots, wholes, strict=True) if whole is None]
@@ -168,7 +168,7 @@ def _asked(root: Root, are_together: dict[int, bool]) -> Tensor:
     world, cut = root.held
     if are_together[world.number]:
         return world.gather_parameter(root.rows, cut, "whole parameters")
-    return world.serving.whole(cast(Tensor, root.param), root.rows, cut.rows)
+    return world.serving.whole(_known_to_all(root), root.rows, cut.rows)
 
 
 def _meet(world: World, roots: Sequence[Root], what: str, only_reads: bool) -> bool:
@@ -176,9 +176,14 @@ def _meet(world: World, roots: Sequence[Root], what: str, only_reads: bool) -> b
     label = f"{what} (all ranks must run it)"
     refuse_beside_a_backward(what, [root.rows for root in roots], world)
     if only_reads:
-        return world.all_come(label, [root.param for root in roots])
+        return world.all_come(label, map(_known_to_all, roots))
     world.meet(label)
     return True
+
+
+def _known_to_all(root: Root) -> Tensor:
+    """What other ranks can be asked for: the parameter that it is an alias of, else itself."""
+    return cast(Tensor, root) if root.param is None else root.param
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], written: list[Tensor]) -> Any:

@@ -127,6 +127,7 @@ class Serving:
         self._engines: list[Callable[[], Served | None]] = []
         self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
         self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self._parameter}
+        self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self._number_of}
         self._num_met = 0
         self._waits_at: _Place | None = None
         self._alone_at: _Place | None = None
@@ -145,9 +146,22 @@ class Serving:
         self._changes.append(engine.changes)
         return len(self._engines) - 1
 
-    def offer(self, key: str, give: Callable[[Any], tuple[Tensor, RowLayout]]) -> None:
-        """Let other tensors be asked for, which change by steps only: `give(item)` is this rank's part of one."""
+    def offer(
+        self,
+        key: str,
+        give: Callable[[Any], tuple[Tensor, RowLayout]],
+        search: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        """Let other tensors be asked for, which change by steps only.
+
+        Args:
+            key: of their kind.
+            give: takes which of them it is; returns this rank's part.
+            search: takes a tensor at rest; returns which of them it is, the same on every rank, or None. None: by whoever asks.
+        """
         self._offers[key] = give
+        if search is not None:
+            self._searches[key] = search
 
     def keep(self, engine: Served, place: int) -> None:
         """An engine is about to be gone, though its parameters may still be asked for; see [Note: leaving]."""
@@ -252,8 +266,15 @@ class Serving:
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
-    def find(self, param: Tensor) -> tuple[int, int] | None:
-        """The number of a parameter's engine, and its own; the same on every rank. None: it cannot be asked for."""
+    def find(self, tensor: Tensor) -> tuple[str, object] | None:
+        """Under which key a tensor is offered, and which it is there; the same on every rank. None: it cannot be asked for."""
+        for key, search in self._searches.items():
+            item = search(tensor)
+            if item is not None:
+                return key, item
+        return None
+
+    def _number_of(self, param: Tensor) -> tuple[int, int] | None:
         for place, reference in enumerate(self._engines):
             engine = reference()
             number = None if engine is None else engine.number_of(param)
@@ -261,9 +282,11 @@ class Serving:
                 return place, number
         return None
 
-    def whole(self, param: Tensor, local: Tensor, layout: RowLayout) -> Tensor:
-        """The whole of a parameter that this can `find`; as `whole_of`."""
-        return self.whole_of(_PARAMETERS, self.find(param), local, layout)
+    def whole(self, tensor: Tensor, local: Tensor, layout: RowLayout) -> Tensor:
+        """The whole of a tensor that this can `find`; as `whole_of`."""
+        found = self.find(tensor)
+        assert found is not None
+        return self.whole_of(*found, local, layout)
 
     def whole_of(self, key: str, item: object, local: Tensor, layout: RowLayout) -> Tensor:
         """The whole of a tensor, of which the others' rows are asked for, in memory of its own.

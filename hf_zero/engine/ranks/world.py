@@ -270,11 +270,11 @@ class World(Axes):
         """Wait until every rank makes the same call, or raise and say who did not."""
         self.everyone.meet(label, timeout_s)
 
-    def all_come(self, label: str, params: Iterable[Tensor | None], timeout_s: float | None = None) -> bool:
-        """Whether every rank makes the same call, which only reads these parameters; else this one makes it alone.
+    def all_come(self, label: str, tensors: Iterable[Tensor | None], timeout_s: float | None = None) -> bool:
+        """Whether every rank makes the same call, which only reads these tensors; else this one makes it alone.
 
-        See [Note: alone]. None stands for what is no parameter (a gradient, a value computed from one). Parameters of other
-        models may be of other worlds, which are asked for them later, one by one.
+        See [Note: alone]. They are parameters and states of optimizers; what is neither (a gradient, a value computed from
+        one) nobody can be asked for. Those of other models may be of other worlds, which are asked later, one by one.
 
         Raises:
             UsageError: this rank makes it alone, and there is something that it cannot ask for.
@@ -282,17 +282,17 @@ class World(Axes):
         if not self.serving.can_be_alone:
             self.meet(label, timeout_s)
             return True
-        places = [None if param is None else self._serving_of(param).find(param) for param in params]
+        places = [None if tensor is None else self._serving_of(tensor).find(tensor) for tensor in tensors]
         has_all = self.serving.all_come(label, str(places[:1]))
         if not has_all and None in places:
             raise UsageError(
                 f"{label}: rank {self.rank} runs this alone, while the others have gone on; only a model's parameters "
-                "themselves can be read by one rank: let all ranks run it (not behind `if is_main_process`)"
+                "and its optimizers' states can be read by one rank: let all ranks run it (not behind `if is_main_process`)"
             )
         return has_all
 
-    def _serving_of(self, param: Tensor) -> Serving:
-        world = getattr(param, "_zero_world", None)
+    def _serving_of(self, tensor: Tensor) -> Serving:
+        world = getattr(tensor, "_zero_world", None)
         return world.serving if isinstance(world, World) else self.serving
 
     def broadcast(self, tensor: Tensor, unit: str, source: int = 0) -> None:
