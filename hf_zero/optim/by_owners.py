@@ -14,6 +14,8 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.optim.on_rows import RowStep, RowStepping, grad_of
 from hf_zero.optim.owners import Owners
+from hf_zero.optim.served import states_of_owners
+from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Arguments, StepCall, params_of
 
 _KEPT, _CHANGED, _DROPPED = 0, 1, 2  # what became of a gradient in a step; the greatest of all ranks counts
@@ -23,14 +25,14 @@ class OwnerStepping(RowStepping):
     """Steps on whole parameters, each on one rank: any optimizer that sees to each parameter by itself.
 
     Args:
-        optimizer: refuses from now on to give a part of its state for the whole.
+        optimizer: its `state_dict()` has all states from now on, those of other ranks' parameters too.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self._owners: dict[World, Owners] = {}
-        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may not have called torch's __init__
-            optimizer.register_state_dict_pre_hook(_refuse_part_of_state)
+        if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # a wrapper may not have called torch's __init__
+            optimizer.register_state_dict_post_hook(_add_states_of_others)
 
     def begin(self, call: StepCall) -> Arguments:
         """See `Stepping.begin`."""
@@ -51,6 +53,10 @@ class OwnerStepping(RowStepping):
     def owned(self, params: Iterable[Tensor], worlds: Mapping[int, World]) -> dict[int, Owners]:
         """See `Stepping.owned`; what is whole on every rank has no owner."""
         return {id(p): self._owners[worlds[id(p)]] for p in params if worlds[id(p)].layout_of(p).num_ranks > 1}
+
+    def owned_now(self, optimizer: torch.optim.Optimizer) -> dict[int, Owners]:
+        """As `owned`, of the parameters that have had a step."""
+        return {id(p): owners for owners in self._owners.values() for p in params_of(optimizer) if owners.knows(p)}
 
     def kept(self, value: Any, known: ZeroParameter) -> Any:
         """A state as it is: owners keep whole states, the others drop theirs at the first step."""
@@ -172,9 +178,12 @@ def _without_values(param: Tensor) -> Tensor:
     return torch.full((), filler, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
-def _refuse_part_of_state(optimizer: torch.optim.Optimizer) -> None:
-    if optimizer.state:
-        raise UsageError(
-            f"the state of {type(optimizer).__name__} lies with the owners of its parameters, so state_dict() would be this "
-            "rank's part only: save it with the Trainer's checkpoints or accelerator.save_state"
-        )
+def _add_states_of_others(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Let a `state_dict()` have the states of all parameters, as in one process."""
+    stepping = vars(optimizer).get(STEPPING)
+    if isinstance(stepping, OwnerStepping) and vars(optimizer).get("_zero_checked_state") is optimizer.state:
+        missing = states_of_owners(optimizer, stepping.owned_now(optimizer))
+        found = missing | state_dict["state"]
+        state_dict["state"] = {
+            key: found[key] for key in sorted(found, key=lambda key: (not isinstance(key, int), str(key).zfill(9)))
+        }

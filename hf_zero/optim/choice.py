@@ -17,6 +17,7 @@ from hf_zero.optim.kinds import is_elementwise, wrapped_optimizers
 from hf_zero.optim.offloaded.from_disk import DiskStepping
 from hf_zero.optim.offloaded.to_host import HostStepping
 from hf_zero.optim.on_rows import RowStepping
+from hf_zero.optim.served import serve_states
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Stepping, params_of
 from hf_zero.optim.trial import depends_on_others
@@ -59,6 +60,7 @@ def stepping_of(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -
     if not isinstance(stepping, Stepping) or not stepping.fits(offload, steps_on_host):
         vars(optimizer)[STEPPING] = stepping = _choose(optimizer, worlds)
     stepping.hear_of(optimizer, worlds)
+    serve_states(optimizer, dict.fromkeys(worlds.values()))
     return stepping
 
 

@@ -22,7 +22,6 @@ from hf_zero.optim.choice import stepping_of, worlds_of
 from hf_zero.optim.offloaded.room_on_host import check_room
 from hf_zero.optim.on_rows import choose_fused
 from hf_zero.optim.owners import Owners
-from hf_zero.optim.served import serve_states
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import StepCall, Stepping, params_of
 
@@ -60,7 +59,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 
     worlds = worlds_of(optimizer)
     stepping = stepping_of(optimizer, worlds)
-    serve_states(optimizer, dict.fromkeys(worlds.values()))
     _check_room_on_host(optimizer)
     if any(engine.world.steps_on_host for engine in held):
         host_cores.begin(id(optimizer))

@@ -63,6 +63,10 @@ class Owners:
         for param, owner in zip(new, spread([tuple(param.shape) for param in new], self._loads), strict=True):
             self._owner_of[id(param)] = owner
 
+    def knows(self, param: Tensor) -> bool:
+        """Whether a parameter has an owner."""
+        return id(param) in self._owner_of
+
     def owner_of(self, param: Tensor) -> int:
         """The owner's place among the ranks that the parameter is cut over."""
         return self._owner_of[id(param)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,17 +14,18 @@ from torch import Tensor
 from hf_zero.engine.parameters.rule import Root
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.engine.ranks.world import World
-from hf_zero.errors import CollectiveError
+from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
+from hf_zero.optim.owners import Owners
 from hf_zero.optim.stepping import params_of
 
-_STATES = "states of optimizers that have made a step"
+_STATES, _OF_OWNERS = "states of optimizers that have made a step", "states of parameters that a rank owns"
 
 _Item = tuple[int, int, Any]  # numbers of the optimizer and of its parameter, and the state's name
 
 
 class _ServedStates:
-    """Of the optimizers that have made a step, in the order of their first, which is the same on every rank."""
+    """Of the optimizers that ranks have come to a step of, or loaded, in an order which is the same on every rank."""
 
     def __init__(self) -> None:
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -70,15 +73,69 @@ class _ServedStates:
             raise CollectiveError(f"the optimizer's state {item[2]!r} does not exist there any more")
         return state.rows, state.held[1].rows
 
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Of one that has made a step."""
+        return next(number for number, each in enumerate(self._optimizers) if each() is optimizer)
+
+    def give_owned(self, item: tuple[int, int]) -> tuple[Tensor, RowLayout]:
+        """The state of a parameter that this rank owns, as bytes; by the numbers of the optimizer and the parameter."""
+        number, index = item
+        optimizer = self._optimizers[number]()
+        if optimizer is None:
+            raise CollectiveError("the optimizer does not exist there any more")
+        data = _written(optimizer, params_of(optimizer)[index])
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8), RowLayout((len(data),), 1)
+
+
+def _written(optimizer: torch.optim.Optimizer, param: Tensor) -> bytes:
+    file, world = io.BytesIO(), param.held[0] if isinstance(param, Root) else None
+    with nullcontext() if world is None else world.serving.beside(param.device):
+        torch.save(optimizer.state.get(param, {}), file)
+    return file.getvalue()
+
+
+def _read(data: bytes) -> dict[Any, Any]:
+    return cast(dict[Any, Any], torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+
 
 _served: weakref.WeakKeyDictionary[Serving, _ServedStates] = weakref.WeakKeyDictionary()
 
 
 def serve_states(optimizer: torch.optim.Optimizer, worlds: Iterable[World]) -> None:
-    """Let a rank of these worlds read the states of an optimizer alone; called at each of its steps."""
+    """Let a rank of these worlds read the states of an optimizer alone; called by all ranks, in the same order."""
     for world in worlds:
         known = _served.get(world.serving)
         if known is None:
             known = _served[world.serving] = _ServedStates()
             world.serving.offer(_STATES, known.give, known.search)
+            world.serving.offer(_OF_OWNERS, known.give_owned)
         known.add(optimizer)
+
+
+def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[int, dict[Any, Any]]:
+    """Whole states of the parameters that other ranks step on, in host memory; called by all ranks, or by one alone.
+
+    Args:
+        optimizer: has made a step.
+        owned: who sees to the owners of its parameters, by their ids.
+
+    Returns:
+        States by the number of the parameter.
+    """
+    found: dict[int, dict[Any, Any]] = {}
+    params = params_of(optimizer)
+    for owners in dict.fromkeys(owned.values()):
+        world = owners.world
+        numbers = [number for number, param in enumerate(params) if owned.get(id(param)) is owners]
+        own = [number for number in numbers if owners.owns(params[number])]
+        label = f"{type(optimizer).__name__}.state_dict() (all ranks must call it)"
+        if world.all_come(label, [params[number] for number in numbers]):
+            mine = {number: _written(optimizer, params[number]) for number in own}
+            sent = world.collect(mine, "states of an optimizer")
+            for states in world.from_first(lambda sent=sent: sent, "states of an optimizer", PartitionError):  # type: ignore[misc]
+                found |= {number: _read(data) for number, data in states.items() if number not in own}
+            continue
+        item = _served[world.serving].number_of(optimizer)
+        for number in set(numbers) - set(own):
+            found[number] = _read(world.serving.bytes_of(_OF_OWNERS, (item, number), owners.owner_of(params[number])))
+    return {number: state for number, state in found.items() if state}

@@ -188,7 +188,7 @@ def test_rank_0_alone_saves_weights_and_optimizers_by_torch(stage: int) -> None:
         torch.save((twins.model.state_dict(), optimizer.state_dict()["state"]), file)
         first = twins.model.enter.weight
         assert optimizer.state[first]["exp_avg"].detach().sum().item() != 0  # also what is computed of one
-        with pytest.raises(zero.UsageError, match="runs this alone.*its optimizers' states can be read by one rank"):
+        with pytest.raises(zero.UsageError, match=r"runs this alone.*its optimizers' states can be read by one rank"):
             (optimizer.state[first]["exp_avg"] * 2).tolist()
     twins.step()
     if dist.get_rank() == 0:

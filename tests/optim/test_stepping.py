@@ -412,15 +412,24 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
 
 
 @on_ranks(2)
-def test_a_part_of_a_state_is_not_given_for_the_whole() -> None:
+def test_a_state_dict_has_the_states_of_all_owners() -> None:
+    """Saved by all ranks, or by rank 0 alone, it goes on as if nothing had happened; so does a plain optimizer."""
     model = make(2)
-    optimizer = Trusting(model.parameters())
-    train(model, Orthogonal(model.parameters()), range(1))
-    optimizer.state_dict()  # nothing in it
-    orthogonal = Orthogonal(model.parameters())
-    train(model, orthogonal, range(1))
-    with pytest.raises(zero.UsageError, match="save_state"):
-        orthogonal.state_dict()
+    optimizer = Orthogonal(model.parameters(), lr=0.1)
+    assert not optimizer.state_dict()["state"]
+    train(model, optimizer, range(2))
+    by_all, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(whole_state_dict(model))
+    alone = copy.deepcopy(optimizer.state_dict()) if dist.get_rank() == 0 else by_all
+    train(model, optimizer, range(2, 4))
+    assert list(by_all["state"]) == list(alone["state"]) == list(range(len(list(model.parameters()))))
+    torch.testing.assert_close(by_all, alone, rtol=0, atol=0)
+    again = make(3)
+    again.load_state_dict(weights)
+    its = Orthogonal(again.parameters(), lr=0.1)
+    its.load_state_dict(by_all)
+    train(again, its, range(2, 4))
+    torch.testing.assert_close(whole_state_dict(again), whole_state_dict(model), rtol=0, atol=0)
+    assert sum(map(len, its.state.values())) < sum(map(len, by_all["state"].values()))  # each rank keeps its own
 
 
 # --- exchanges ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -312,6 +313,16 @@ class Serving:
                     elements.copy_(self._rows(rank, key, item).view(local.dtype))
             return layout.in_shape(flat[: layout.numel], layout.shape).contiguous().to(local.device, copy=True)
 
+    def bytes_of(self, key: str, item: object, shard: int) -> bytes:
+        """What one of the ranks over which parameters are cut has whole, as bytes; errors as those of `whole_of`.
+
+        Args:
+            key: under which it is offered.
+            item: which it is there.
+            shard: whose it is.
+        """
+        return self._rows(self._shards[shard], key, item).numpy().tobytes()
+
     def _rows(self, rank: int, key: str, item: object) -> Tensor:
         assert self._peers is not None
         began, here = time.monotonic(), self._here()
@@ -352,15 +363,18 @@ class Serving:
         return engine.rows_of(number)
 
     def _on_host(self, rows: Tensor) -> Tensor:
-        """On a device, work that waits for other ranks may be queued behind the last step: that is passed by."""
-        settled = [engine.settled for engine in self._live if engine.settled is not None]
-        if rows.device.type == "cpu" or not settled:
+        with self.beside(rows.device):
             return rows.cpu()
-        aside = torch.Stream(rows.device)
+
+    def beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """On a device, work that waits for other ranks may be queued behind the last step: that is passed by while active."""
+        settled = [engine.settled for engine in self._live if engine.settled is not None]
+        if device.type == "cpu" or not settled:
+            return nullcontext()
+        aside = torch.Stream(device)
         for event in settled:
             aside.wait_event(event)
-        with aside:
-            return rows.cpu()
+        return aside
 
     # --- the end of the program ---------------------------------------------------------------------------------
 
