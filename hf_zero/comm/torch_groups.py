@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import functools
 import os
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -16,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-_LEAVING_S = 0.1
+from hf_zero.host.beside import let_threads_rest
+
+_LEAVING_S = 0.1  # for a thread of gloo to let go of tensors, unless it has no core
 _LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 
 # torch 2.13 renamed both, and warns of the old names.
@@ -43,13 +44,13 @@ def forget_old_groups(default_group: object) -> None:
 
 @functools.cache
 def leave_after_gloo() -> None:
-    """Let this process end a moment after its last collective: gloo's threads have then let go of its tensors.
+    """Let this process end when gloo's threads have let go of the tensors of its last collective, and rest.
 
     A thread of gloo that drops a tensor of Python while the interpreter is taken down ends the process by SIGABRT
     ("terminate called without an active exception", https://github.com/pytorch/pytorch/issues/190489): so a run that trained
     well fails at its very end. Destroying the groups would not join these threads, since torch's caches keep the groups.
     """
-    atexit.register(time.sleep, _LEAVING_S)
+    atexit.register(let_threads_rest, _LEAVING_S, 2.0)
 
 
 def new_group_among(

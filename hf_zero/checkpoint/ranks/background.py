@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.comm.together import described
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
+from hf_zero.host import beside
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +86,14 @@ class BackgroundSaves:
                 self._error = CheckpointError(described(error, CheckpointError))
 
         self._error, self._after = None, after
-        self._thread = threading.Thread(target=run, name="hf_zero save", daemon=True)
-        self._thread.start()
+        self._thread = beside.start("hf_zero save", run, self._wait_at_exit)
+
+    def _wait_at_exit(self) -> None:
+        """The program has not waited for its last save: it is completed all the same, unless an error has ended the program."""
+        if self._thread is not None and getattr(sys, "last_value", None) is None:
+            self._thread.join()
+            if self._error is not None:
+                logger.error("saving in the background: %s", self._error)
 
     def poll(self) -> None:
         """Finish a save that has ended on every rank; all ranks call this at the same point, such as after a step.

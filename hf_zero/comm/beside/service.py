@@ -16,7 +16,6 @@ import secrets
 import selectors
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from hf_zero.comm.agreements import Agreements
 from hf_zero.errors import CollectiveError
+from hf_zero.host import beside
 
 _SECRET_BYTES = 32
 _SIZES = struct.Struct("<QQ")  # of the pickled message, and of the bytes after it
@@ -69,13 +69,18 @@ class _Service:
         self._known: set[socket.socket] = set()  # that have shown the secret
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        threading.Thread(target=self._serve, name="hf_zero service", daemon=True).start()
+        ending, ended = socket.socketpair()
+        self._selector.register(ended, selectors.EVENT_READ)
+        self._ended = ended
+        beside.start("hf_zero service", self._serve, ending.close)
 
     def _serve(self) -> None:
         while True:
             for key, _ in self._selector.select():
                 place = key.fileobj
                 assert isinstance(place, socket.socket)
+                if place is self._ended:
+                    return
                 if place is self._listener:
                     with contextlib.suppress(OSError):
                         made, _ = place.accept()

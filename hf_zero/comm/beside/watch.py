@@ -18,12 +18,14 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import told
 from hf_zero.comm.groups import default_group
+from hf_zero.host import beside
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,8 @@ class Watch:
         event.record()
         self._marks.append(_Mark(event, what, time.monotonic(), timeout_s))
         if self._thread is None:
-            self._thread = threading.Thread(target=_look, args=(weakref.ref(self),), name="hf_zero watch", daemon=True)
-            self._thread.start()
+            ended = threading.Event()
+            self._thread = beside.start("hf_zero watch", partial(_look, weakref.ref(self), ended), ended.set)
 
     def look(self) -> None:
         """Forget what has passed, and tell of the first exchange that has not, if it is late."""
@@ -136,8 +138,9 @@ def _without_number(what: str) -> str:
     return what.split(" (exchange ")[0]
 
 
-def _look(watch_of: weakref.ref[Watch]) -> None:
+def _look(watch_of: weakref.ref[Watch], ended: threading.Event) -> None:
     while (watch := watch_of()) is not None:
         watch.look()
         del watch
-        time.sleep(_LOOKS_EVERY_S)
+        if ended.wait(_LOOKS_EVERY_S):
+            return
