@@ -86,6 +86,7 @@ QUANTISED = [
     Seam(bitsandbytes.autograd._functions.MatMul4Bit, "forward", "ctx.tensors = (None, B)", "nodes keep the bytes"),
 ]
 ELASTIC = [
+    Seam(Trainer, "_inner_training_loop", "self._run_epoch(", "healing: no step after the last"),
     Seam(
         importlib.import_module("accelerate.commands.launch"),
         "launch_command",
@@ -189,7 +190,10 @@ TORCH = [
         torch.optim.Optimizer, "_patch_step_function", "step.hooked = True", "step_of: the step without torch's hooks"
     ),
     Seam(
-        torch.optim.Optimizer, "register_state_dict_pre_hook", "_optimizer_state_dict_pre_hooks", "no part of a state"
+        torch.optim.Optimizer,
+        "register_state_dict_post_hook",
+        "_optimizer_state_dict_post_hooks",
+        "states of all owners",
     ),
     Seam(
         torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"

@@ -24,7 +24,8 @@ from tests.hosts import ADDRESS, two_hosts, why_not
 from tests.ranks import ENVIRONMENT
 
 # Each place in argv ("step:rank:how") kills, once or always, the rank that comes to it, fills the disk, or tells the launcher
-# to end; "host" and "cut" tell only who watches the folder. The samples of each step are noted, see `samples`.
+# to end; the number of all steps is the end of the training. "host" and "cut" tell only who watches the folder. The samples
+# of each step are noted, see `samples`.
 SCRIPT = """
 import contextlib, hashlib, json, os, signal, sys, time, torch
 from pathlib import Path
@@ -45,7 +46,7 @@ class Noting(Trainer):
         return super().training_step(model, inputs, *rest)
 
 class Killing(TrainerCallback):
-    def on_step_begin(self, args, state, control, **_):
+    def strike(self, args, state, control, **_):
         time.sleep(float(os.environ.get("PAUSE_S", "0")))
         for place in places:
             step, rank, how = place.split(":")
@@ -64,6 +65,8 @@ class Killing(TrainerCallback):
                     os.kill(os.getppid(), signal.SIGTERM)
                 elif how not in ("host", "cut"):
                     os.kill(os.getpid(), getattr(signal, how))
+
+    on_step_begin = on_train_end = strike
 
 torch.manual_seed(0)
 shape = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -234,9 +237,10 @@ def test_a_run_that_is_killed_hangs_and_is_queued_again_has_the_same_bits(tmp_pa
     code, healed = _launch(tmp_path, "b", "3:0:SIGKILL", "5:1:end", SLURM_JOB_ID="7")
     assert code == 0 and "going on from" in healed, healed
     assert _weights(healed) == _weights(undisturbed)
-    code, healed = _launch(tmp_path, "c", "3:0:SIGSTOP")
-    assert code == 0 and "start 1 of" in healed, healed
+    code, healed = _launch(tmp_path, "c", "3:0:SIGSTOP", "8:1:once")
+    assert code == 0 and "start 2 of" in healed and "step 8: 0 steps are done again" in healed, healed
     assert _weights(healed) == _weights(undisturbed)
+    assert samples(tmp_path, "c") == samples(tmp_path, "a")  # no step is made after the last
 
 
 # Two optimizers, of which none counts its steps; told to end in the middle, by the launcher.

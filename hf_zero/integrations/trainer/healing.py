@@ -130,6 +130,11 @@ def _keep_global_batch(trainer: Any, manifest: Manifest, path: Path) -> None:
     logger.warning("%d ranks: %d micro-batches a step keep the %s samples", args.world_size, wanted // one, wanted)
 
 
+def has_ended(trainer: Any) -> bool:
+    """Whether the run had made its last step before it was started again; the Trainer would make one more."""
+    return progress.name_of_run() is not None and trainer.state.global_step >= trainer.state.max_steps
+
+
 def leave_if_told(trainer: Any) -> None:
     """End the process, after a training that a signal has ended: it has saved, and another start goes on from there.
 

@@ -71,6 +71,7 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
         "create_accelerator_and_postprocess": _wrap_create_accelerator,
         "call_model_init": functools.partial(_wrap_call_model_init, prepare_model=prepare_model),
         "train": _wrap_train,
+        "_run_epoch": _wrap_epoch,
         "log": functools.partial(_wrap_log, callback=callback),
         "_save": _wrap_save,
         "_save_checkpoint": functools.partial(_wrap_save_checkpoint, callback=callback),
@@ -112,6 +113,13 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
         for entry in self.callback_handler.callbacks:
             if isinstance(entry, callback):
                 entry.signal_saves = trainer_checkpoint.signal_saves(self)  # type: ignore[attr-defined]
+
+    return wrapped
+
+
+def _wrap_epoch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if healing.has_ended(self) else original(self, *args, **kwargs)
 
     return wrapped
 
