@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_zero.cli import sequences, timing
 from hf_zero.cli.fitting import MARGIN, USUAL_RANKS_A_HOST, chosen_of, fits, fits_device, on_a_host, verdict
+from hf_zero.cli.tuning import keys_of, tuned
 from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
@@ -36,12 +37,14 @@ class Row:
         setting: with its configuration.
         checkpoints: whether activations are computed again.
         holding: what a rank holds; None of its activations are known without a sequence length.
+        kept: its activations.
         played: the time of a step, where it is predicted.
     """
 
     setting: Setting
     checkpoints: bool
     holding: Holding
+    kept: Kept
     played: Played | None = None
 
     @property
@@ -153,6 +156,9 @@ def run(args: argparse.Namespace) -> int:
         told_of = sequences.told(model, shape, ways, args, lambda each: fits_device(each, args), size)
         print("\n".join(told_of))
     chosen = chosen_of(rows, args)
+    if args.best and chosen is not None and clock is not None:
+        chosen, lines = tuned(chosen, rows, shape, args, clock)
+        print("\n".join(lines), end="\n" if lines else "")
     if args.scale:
         has_limit = args.gpu_memory is not None or args.host_memory is not None
         print("\n" + "\n".join(told(shape, (chosen if chosen and has_limit else rows[-1]).setting, size, _host(args))))
@@ -227,7 +233,7 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace, colle
             for offload in _offloads(offloads, stage, args):
                 config = ZeroConfig(stage=stage, offload=offload, **common)
                 setting = Setting(config, args.ranks, args.optimizer, args.accumulation)
-                rows.append(Row(setting, checkpoints, predict(shape, setting, found)))
+                rows.append(Row(setting, checkpoints, predict(shape, setting, found), found))
     return rows
 
 
@@ -322,6 +328,7 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
         value = getattr(row.setting.config, key)
         if value > (0 if key.startswith("tile") else 1):
             values[key] = value
+    values |= keys_of(row)
     if row.setting.config.offload.is_anything:
         offload = row.setting.config.offload
         values["offload"] = {"optimizer": offload.optimizer, "parameters": offload.parameters}

@@ -330,13 +330,23 @@ def test_steps_on_a_gpu_are_predicted_and_the_fastest_that_fits_is_written(
     assert "Fastest that fits into 80.00 GiB, of which a tenth is kept free: stage 1." in text
     assert "predicted for h100 by its data sheet, not measured" in text
     assert ZeroConfig.from_file(out).stage == 1
-    code, text = _plan(capsys, *options[:-3], "100gbit", *options[-2:], "--best", "--gpu-memory", "700MiB")
+    tuned = ["--best", "--gpu-memory", "520MiB", "--write", str(tmp_path / "tuned.yaml")]
+    code, text = _plan(capsys, *options[:-3], "100gbit", *options[-2:], *tuned)
     faster = _predicted(text)
     assert all(faster[name] < found[name] for name in found)
     fitting = {name for name in found if re.search(rf"^  {name}  .* yes$", text, re.MULTILINE)}
     chosen = re.search("Fastest that fits into .*: (stage .*)\\.$", text, re.MULTILINE)
     assert chosen is not None and 0 < len(fitting) < 8, text
     assert chosen[1] in fitting and faster[chosen[1]] == min(faster[name] for name in fitting)
+    told = re.search(r"same results: (stage 3.*) with `prefetch_bytes: (\d+)`: ([\d.]+) ms, not ([\d.]+) ms", text)
+    assert told is not None and float(told[3]) < float(told[4]) == faster[chosen[1]], text
+    written = ZeroConfig.from_file(tmp_path / "tuned.yaml")
+    assert (written.prefetch_bytes, written.wire.is_exact) == (
+        int(told[2]),
+        True,
+    ) and written.prefetch_bytes != 64 * 2**20
+    smaller = re.search(r"results would differ: `wire:` `{gather: bfloat16, reduce: bfloat16}` ([\d.]+) ms", text)
+    assert smaller is not None and float(smaller[1]) < float(told[3]), text
 
 
 @pytest.mark.slow
