@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import SCALER_NAME, load, save
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, recover_one, tidying, verify
 from hf_zero.checkpoint.files import disk
@@ -115,9 +116,11 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
 def _write_small_files(accelerator: Any, folder: Path, world: World) -> None:
     """Rank 0 writes; the others send their random states, since they may not see the folder."""
     is_first = world.rank == 0
+    with world.together("saving registered objects", CheckpointError):
+        given = [obj.state_dict() for obj in accelerator._custom_objects]
+    states = [_whole(state, is_first) for state in given]
 
     def write_own() -> dict[str, bytes]:
-        states = [obj.state_dict() for obj in accelerator._custom_objects]
         with tempfile.TemporaryDirectory() as scratch:
             place = folder if is_first else Path(scratch)
             schedulers, loaders = (accelerator._schedulers, accelerator._dataloaders) if is_first else ([], [])
@@ -126,7 +129,6 @@ def _write_small_files(accelerator: Any, folder: Path, world: World) -> None:
             if not is_first:
                 return {path.name: path.read_bytes() for path in place.iterdir()}
         for index, state in enumerate(states):
-            _refuse_partitioned(state, type(accelerator._custom_objects[index]).__name__)
             save(state, folder / f"{_CUSTOM}_{index}.pkl")
         order = [order_of(loader) for loader in accelerator._dataloaders]
         disk.write_file(folder / _ORDER, json.dumps(order).encode())
@@ -141,18 +143,15 @@ def _write_small_files(accelerator: Any, folder: Path, world: World) -> None:
                 disk.write_file(folder / name, data)
 
 
-def _refuse_partitioned(state: Any, what: str) -> None:
-    """Raise if a state has a partitioned tensor: the pickle that rank 0 writes would have only rank 0's rows."""
-    if isinstance(state, DTensor):
-        raise CheckpointError(
-            f"the registered {what} has a partitioned tensor in its state_dict(): let it give whole tensors, or prepare it "
-            "as a model"
-        )
-    if isinstance(state, Mapping):
-        state = list(state.values())
-    if isinstance(state, list | tuple):
-        for entry in state:
-            _refuse_partitioned(entry, what)
+def _whole(state: Any, keeps: bool) -> Any:
+    """A registered object's state (an EMA's, say), with whole tensors in host memory on the rank that keeps them."""
+
+    def of(tensor: DTensor) -> Tensor | None:
+        whole = tensor.full_tensor()
+        return whole.detach().cpu() if keeps else None
+
+    with torch.no_grad():
+        return pytree.tree_map_only(DTensor, of, state)
 
 
 def _capture(accelerator: Any, index: int) -> tuple[FilePlan, dict[str, Source], dict[str, Any]]:
