@@ -24,13 +24,14 @@ from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
+from hf_zero.checkpoint.savable import check_all_is_saved
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.errors import CheckpointError
 from hf_zero.host.scratch import Place
 from hf_zero.layout import OwnerLayout, RowLayout
-from hf_zero.optim.kinds import wrapped_optimizers
 from hf_zero.optim.optimizers import owned_by, rooms_on_disk
 from hf_zero.optim.owners import Owners
+from hf_zero.optim.served import all_states
 
 
 def state_files(prefix: str) -> tuple[str, str]:
@@ -57,7 +58,7 @@ def _named_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[li
 
 
 def capture(
-    optimizer: torch.optim.Optimizer, model: nn.Module, prefix: str
+    optimizer: torch.optim.Optimizer, model: nn.Module, prefix: str, is_alone: bool = False
 ) -> tuple[FilePlan, dict[str, Source], dict[str, Any]]:
     """What an optimizer's state consists of.
 
@@ -65,6 +66,7 @@ def capture(
         optimizer: of any class whose states have the shape of their parameters, or are numbers.
         model: names the parameters.
         prefix: of the files' names.
+        is_alone: this rank saves, and the others do not come: what only they know of is asked for.
 
     Returns:
         The file of tensors, this rank's part of them, and what goes into JSON.
@@ -74,14 +76,17 @@ def capture(
     """
     by_name = dict(model.named_parameters())
     groups = _named_groups(optimizer, model)
-    owned = owned_by(_inner(optimizer))
-    found = _Found()
+    owned, found = owned_by(_inner(optimizer)), _Found()
+    states: Mapping[Any, Any] = optimizer.state
+    asked = is_alone and bool(owned)
+    if asked:
+        states, owned = all_states(_inner(optimizer), owned), {}
     world = next((owners.world for owners in owned.values()), None)
     with contextlib.nullcontext() if world is None else world.together("saving optimizers", CheckpointError):
-        _check_all_is_saved(_inner(optimizer))
+        check_all_is_saved(_inner(optimizer))
         for name in (name for group in groups for name in group):
             param = by_name[name]
-            found.add(name, param, optimizer.state.get(param, {}), owned.get(id(param)))
+            found.add(name, param, states.get(param, {}), owned.get(id(param)), asked)
     if world is not None:
         found.merge(world.share(world.collect(found.owned(), "states of optimizers"), "states of optimizers"))
     options = [
@@ -97,42 +102,6 @@ def capture(
         (layout_file(state_files(prefix)[0], list(found.infos.values()), {"format": "pt"}),), _whole(found.infos)
     )
     return plan, found.sources, content
-
-
-def _check_all_is_saved(optimizer: Any) -> None:
-    """Raise for what would be missing in the checkpoint, although the optimizer's `state_dict` has it."""
-    kind = type(optimizer).__name__
-    for key, values in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            raise CheckpointError(
-                f"{kind} keeps a state under {key!r}, which is no parameter, so it would not be saved: keep it in "
-                "param_groups, or in the state of a parameter"
-            )
-        if (
-            isinstance(values, dict)
-            and (other := next((k for k in values if not isinstance(k, str)), None)) is not None
-        ):
-            raise CheckpointError(
-                f"{kind} names a state of a parameter {other!r}, which is no text: name it {str(other)!r}"
-            )
-    for inner in wrapped_optimizers(optimizer):
-        if inner.state and inner.state is not optimizer.state:
-            raise CheckpointError(
-                f"the state of the {type(inner).__name__} inside {kind} would not be saved: let both have one state "
-                f"(`self.state = inner.state`), or train with {type(inner).__name__} itself"
-            )
-    bare = object.__new__(type(optimizer))
-    vars(bare).update(vars(optimizer))
-    if "state" in vars(optimizer):
-        bare.state = {}
-        more: list[Any] = []
-        with contextlib.suppress(Exception):  # of a method that expects its states
-            more = [key for key in bare.state_dict() if key not in ("state", "param_groups")]
-        if more:
-            raise CheckpointError(
-                f"state_dict() of {kind} has {more[0]!r} beside its states and groups, which would not be saved: keep it in "
-                "param_groups"
-            )
 
 
 def _split(full: str, names: Collection[str]) -> tuple[str, str]:
@@ -160,7 +129,7 @@ class _Found:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 
-    def add(self, name: str, param: Tensor, state: Mapping[str, Any], owners: Owners | None) -> None:
+    def add(self, name: str, param: Tensor, state: Mapping[str, Any], owners: Owners | None, is_whole: bool) -> None:
         """The state of one parameter, of which every rank has its rows or the whole, or only the owner the whole."""
         if owners is not None and not owners.owns(param):
             return  # the owner tells
@@ -171,7 +140,7 @@ class _Found:
             self._keep(full, value, Source(value.detach().contiguous(), layout))
             return full
 
-        is_cut = owners is None and _is_cut(param)
+        is_cut = owners is None and not is_whole and _is_cut(param)
 
         for key, value in state.items():
             full = f"{name}.{key}"

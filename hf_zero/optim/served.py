@@ -139,3 +139,10 @@ def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owner
         for number in set(numbers) - set(own):
             found[number] = _read(world.serving.bytes_of(_OF_OWNERS, (item, number), owners.owner_of(params[number])))
     return {number: state for number, state in found.items() if state}
+
+
+def all_states(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[Tensor, dict[Any, Any]]:
+    """The states of all parameters, those of `states_of_owners` too."""
+    params = params_of(optimizer)
+    others = {params[number]: state for number, state in states_of_owners(optimizer, owned).items()}
+    return others | dict(optimizer.state)

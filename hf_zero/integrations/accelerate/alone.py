@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from hf_zero.checkpoint.files.model_plan import model_sources
 from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.engine.ranks.world import World
-from hf_zero.errors import CollectiveError, UsageError
+from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
-from hf_zero.optim.optimizers import owned_by
 
 _STATES = "states of optimizers"
 
@@ -64,17 +63,6 @@ def offer_states(accelerator: Any, world: World, sources_of: Callable[[Any, int]
         return source.rows, source.layout
 
     world.serving.offer(_STATES, give)
-
-
-def refuse_owners(optimizers: list[Any]) -> None:
-    """Raise for an optimizer that steps on whole parameters: only their owners know what states there are."""
-    for optimizer in optimizers:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if owned_by(inner):
-            raise UsageError(
-                f"save_state on one rank alone: each rank has the whole states of some parameters ({type(inner).__name__} "
-                "steps on whole parameters), so all ranks must call it, and not behind `if is_main_process`"
-            )
 
 
 def whole_states(sources: Mapping[str, Source], index: int, world: World) -> dict[str, Source]:

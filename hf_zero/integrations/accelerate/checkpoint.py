@@ -39,7 +39,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 from hf_zero.host import progress
-from hf_zero.integrations.accelerate.alone import offer_states, refuse_owners, whole_states, whole_weights
+from hf_zero.integrations.accelerate.alone import offer_states, whole_states, whole_weights
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
 from hf_zero.integrations.accelerate.hooks import after_load_hooks, after_save_hooks, models_of
 from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
@@ -81,8 +81,6 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
     params = [param for model in models_of(accelerator) for param in model.parameters() if isinstance(param, DTensor)]
     is_alone = not ranks.all_come("save_state (all ranks must call it)", params)
     world = World.alone(ranks.config, ranks.device) if is_alone else ranks
-    if is_alone:
-        refuse_owners(accelerator._optimizers)
     project = accelerator.project_configuration
     is_named_here = bool(project.automatic_checkpoint_naming)
     if is_named_here or output_dir is None:
@@ -154,9 +152,11 @@ def _whole(state: Any, keeps: bool) -> Any:
         return pytree.tree_map_only(DTensor, of, state)
 
 
-def _capture(accelerator: Any, index: int) -> tuple[FilePlan, dict[str, Source], dict[str, Any]]:
+def _capture(
+    accelerator: Any, index: int, is_alone: bool = False
+) -> tuple[FilePlan, dict[str, Source], dict[str, Any]]:
     optimizer = accelerator._optimizers[index]
-    return capture(optimizer, _names_for(optimizer, accelerator), numbered(_OPTIMIZER, index))
+    return capture(optimizer, _names_for(optimizer, accelerator), numbered(_OPTIMIZER, index), is_alone)
 
 
 def offer_optimizers(accelerator: Any) -> None:
@@ -170,7 +170,7 @@ def _write_optimizers(accelerator: Any, staged: StagedCheckpoint, world: World, 
     """Write the optimizers' states, on all ranks or on one alone; returns the number of steps that they have done."""
     what = "saving optimizers"
     with world.together(what, CheckpointError):
-        captured = [_capture(accelerator, index) for index in range(len(accelerator._optimizers))]
+        captured = [_capture(accelerator, index, world is not ranks) for index in range(len(accelerator._optimizers))]
     for index, (plan, sources, content) in enumerate(captured):
         staged.write(plan, sources if world is ranks else whole_states(sources, index, ranks))
         path = staged.folder / state_files(numbered(_OPTIMIZER, index))[1]

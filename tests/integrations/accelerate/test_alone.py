@@ -18,11 +18,13 @@ from tests.ranks import on_ranks
 CASE = CASES["llama"]
 
 
-def prepared(stage: int, collectives: str, **kwargs: Any) -> tuple[zero.ZeroAccelerator, nn.Module, Any]:
+def prepared(
+    stage: int, collectives: str, kind: str = "AdamW", **kwargs: Any
+) -> tuple[zero.ZeroAccelerator, nn.Module, Any]:
     plugin = zero.ZeroPlugin(stage=stage, collectives=collectives)
     accelerator = zero.ZeroAccelerator(zero_plugin=plugin, **kwargs)
     model = make_model(CASE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
     return accelerator, model, optimizer
 
@@ -39,11 +41,11 @@ def tensors_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-@on_ranks(2, stage=[1, 2, 3], collectives=["pairwise", "host"])
-def test_rank_0_saves_alone_while_others_go_on(stage: int, collectives: str, tmp_path: Path) -> None:
+@on_ranks(2, stage=[1, 2, 3], collectives=["pairwise", "host"], kind=["AdamW", "Adafactor"])
+def test_rank_0_saves_alone_while_others_go_on(stage: int, collectives: str, kind: str, tmp_path: Path) -> None:
     """State, model and weights; the state is that which all ranks save, and all ranks go on from it."""
-    folder = tmp_path / f"{stage}{collectives}"
-    accelerator, model, optimizer = prepared(stage, collectives)
+    folder = tmp_path / f"{stage}{collectives}{kind}"
+    accelerator, model, optimizer = prepared(stage, collectives, kind)
     for number in range(2):
         step(accelerator, model, optimizer, number)
     accelerator.save_state(str(folder / "together"))
