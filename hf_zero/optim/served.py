@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hf_zero.engine.parameters.on_host import lack_of_memory
 from hf_zero.engine.parameters.rule import Root
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.engine.ranks.world import World
-from hf_zero.errors import CollectiveError, PartitionError
+from hf_zero.errors import CollectiveError, PartitionError, UsageError
 from hf_zero.layout import RowLayout
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.stepping import params_of
@@ -131,6 +132,7 @@ def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owner
         label = f"{type(optimizer).__name__}.state_dict() (all ranks must call it)"
         if world.all_come(label, [params[number] for number in numbers]):
             mine = {number: _written(optimizer, params[number]) for number in own}
+            _check_memory(optimizer, world, sum(map(len, mine.values())))
             sent = world.collect(mine, "states of an optimizer")
             for states in world.from_first(lambda sent=sent: sent, "states of an optimizer", PartitionError):  # type: ignore[misc]
                 found |= {number: _read(data) for number, data in states.items() if number not in own}
@@ -139,6 +141,16 @@ def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owner
         for number in set(numbers) - set(own):
             found[number] = _read(world.serving.bytes_of(_OF_OWNERS, (item, number), owners.owner_of(params[number])))
     return {number: state for number, state in found.items() if state}
+
+
+def _check_memory(optimizer: torch.optim.Optimizer, world: World, own: int) -> None:
+    total = sum(size for (size,) in world.everyone.agree([own], "states of an optimizer"))
+    lack = lack_of_memory(world, 2 * (total - own), "all states")  # as they come, and as they are kept
+    if lack is not None:
+        raise UsageError(
+            f"{type(optimizer).__name__}.state_dict() gives every rank the states of all parameters, which {lack}: call it "
+            "on the main process alone, or use accelerator.save_state"
+        )
 
 
 def all_states(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[Tensor, dict[Any, Any]]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.engine.engine import engine_of
+from hf_zero.engine.parameters import on_host
 from hf_zero.optim.by_owners import OwnerStepping
 from hf_zero.optim.kinds import is_elementwise
 from hf_zero.optim.owners import spread
@@ -409,6 +411,18 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was() -> None:
     assert [id(param) for param in optimizer.param_groups[0]["params"]] == held
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert type(copy.deepcopy(optimizer)) is Failing
+
+
+@on_ranks(2)
+def test_a_state_dict_of_all_owners_that_has_no_room_is_refused() -> None:
+    model = make(2)
+    optimizer = Orthogonal(model.parameters(), lr=0.1)
+    train(model, optimizer, range(1))
+    with (
+        mock.patch.object(on_host, "available_bytes", lambda: 1000),
+        pytest.raises(zero.UsageError, match=r"states of all parameters.* where 1,000 are available: call it on the"),
+    ):
+        optimizer.state_dict()
 
 
 @on_ranks(2)

@@ -93,6 +93,16 @@ def check_memory(world: World, num_bytes: int, what: str) -> None:
     Raises:
         OffloadError: on all ranks.
     """
+    lack = lack_of_memory(world, num_bytes, what)
+    if lack is not None:
+        raise OffloadError(
+            f"offload to host memory {lack}: use more hosts, offload less (offload.ratio), or a machine, or a container's "
+            "limit, with more memory"
+        )
+
+
+def lack_of_memory(world: World, num_bytes: int, what: str) -> str | None:
+    """What a host has too little of, in words, if all of its ranks take so much; called by all ranks together."""
     available = available_bytes()
     rows = world.everyone.agree([host_number(), num_bytes, -1 if available is None else available], "host memory")
     for host in dict.fromkeys(host for host, _, _ in rows):
@@ -100,8 +110,8 @@ def check_memory(world: World, num_bytes: int, what: str) -> None:
         known = [left for number, _, left in rows if number == host and left >= 0]
         if known and needed > min(known):
             ranks = [rank for rank, (number, _, _) in enumerate(rows) if number == host]
-            raise OffloadError(
-                f"offload to host memory needs {needed:,} bytes for {what} of {len(ranks)} ranks on the host of rank "
-                f"{ranks[0]}, where {min(known):,} are available: use more hosts, offload less (offload.ratio), or a machine, "
-                "or a container's limit, with more memory"
+            return (
+                f"needs {needed:,} bytes for {what} of {len(ranks)} ranks on the host of rank {ranks[0]}, where "
+                f"{min(known):,} are available"
             )
+    return None
