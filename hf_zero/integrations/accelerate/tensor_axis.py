@@ -80,7 +80,8 @@ def parallelism_of(config: ZeroConfig, num_ranks: int) -> ParallelismConfig:
         runs = "process runs" if num_ranks == 1 else "processes run"
         names = [name for name in _SEE_ONE_BATCH if getattr(config, name) > 1]
         raise ConfigError(f"{' x '.join(names)} is {size}, but {num_ranks} {runs}: it must divide their number")
-    return ParallelismConfig(tp_size=size, dp_shard_size=num_ranks // size)
+    # Every size is said: what is not, a launcher's environment says.
+    return ParallelismConfig(tp_size=size, dp_shard_size=num_ranks // size, dp_replicate_size=1, cp_size=1, sp_size=1)
 
 
 def num_processes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,17 @@ def test_axes_of_accelerate_are_those_of_the_configuration() -> None:
     assert (found.cp_size, found.sp_size, found.cp_comm_strategy) == (2, 1, "alltoall")
 
 
-@on_ranks(4, axis=["sp_size", "cp_size"])
-def test_accelerator_deals_out_each_batch_to_the_ranks_that_share_it(axis: str) -> None:
-    axes = ParallelismConfig(**{axis: 2}, dp_shard_size=2)
+@on_ranks(4, axis=["sp_size", "cp_size"], by_launcher=[True, False])
+def test_accelerator_deals_out_each_batch_to_the_ranks_that_share_it(axis: str, by_launcher: bool) -> None:
+    """The axes are the script's, or those of a `parallelism_config` in the file of `accelerate launch`."""
+    said, given = {axis: 2, "dp_shard_size": 2}, {}
+    if by_launcher:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        os.environ.update({f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in said.items()})
+    else:
+        given = {"parallelism_config": ParallelismConfig(**said)}
     plugin = zero.ZeroPlugin(stage=2, collectives="pairwise")
-    accelerator = zero.ZeroAccelerator(zero_plugin=plugin, parallelism_config=axes)
+    accelerator = zero.ZeroAccelerator(zero_plugin=plugin, **given)
     model, plain = make("llama"), make("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(rows(8, 0), batch_size=2)  # type: ignore[arg-type]
