@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hf_zero.engine.parameters.at_rest import Root
 from hf_zero.engine.parameters.on_host import lack_of_memory
-from hf_zero.engine.parameters.rule import Root
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError, UsageError

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_zero as zero
 from hf_zero import torch_compat
@@ -212,6 +213,51 @@ def test_an_optimizer_that_was_loaded_first_is_saved_before_its_first_step(stage
     square_loss(model, batch(1, 0)).backward()  # type: ignore[no-untyped-call]
     again.step()
     assert not stage or all(isinstance(state["exp_avg"], DTensor) for state in again.state.values())
+
+
+@on_ranks(2, stage=[1, 3])
+def test_rank_0_alone_saves_copies_and_averages_that_all_ranks_have_made(stage: int) -> None:
+    twins = Twins(stage, optimizer=_adamw)
+    averages = [
+        (copy.deepcopy(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)))
+        for model in (twins.model, twins.reference)
+    ]
+    for _ in range(3):
+        twins.step()
+        for (by_hand, average), model in zip(averages, (twins.model, twins.reference), strict=True):
+            average.update_parameters(model)
+            with torch.no_grad():
+                for mean, param in zip(by_hand.parameters(), model.parameters(), strict=True):
+                    mean.sub_((mean - param) * torch.tensor(0.25))
+    best = [copy.deepcopy(model.state_dict()) for model in (twins.model, twins.reference)]
+    kept = [{name: value.clone() for name, value in state.items()} for state in best]
+    ours, theirs = ([*map(nn.Module.state_dict, averages[i]), best[i], kept[i]] for i in (0, 1))
+    if dist.get_rank() == 0:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        torch.testing.assert_close(torch.load(file), list(map(dict, theirs)))
+        with torch.no_grad():
+            own = twins.model.head.weight.detach() * 3  # which the other rank does not compute
+            both = best[0]["head.weight"].mul_(2)  # which it leaves as it is
+        for value in (own, both):
+            with pytest.raises(
+                zero.CollectiveError, match="it has no such value: let all ranks compute it, and keep it"
+            ):
+                value.tolist()
+    twins.step()
+
+
+@on_ranks(2)
+def test_a_value_that_a_rank_has_twice_and_not_alike_is_not_given() -> None:
+    twins = Twins(2)
+    with torch.no_grad():
+        values = [twins.model.head.weight.detach() * 2 for _ in range(2)]
+        values[dist.get_rank()].to_local().add_(1.0)  # past all that is noted
+        if dist.get_rank() == 0:
+            with pytest.raises(zero.CollectiveError, match="several such values, which differ"):
+                values[0].tolist()
+    twins.step()
 
 
 class Slow(Net):

@@ -36,7 +36,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.addresses import StorageAtRest
-from hf_zero.engine.parameters.rule import Root, run
+from hf_zero.engine.parameters.at_rest import Root
+from hf_zero.engine.parameters.lineage import note_copy
+from hf_zero.engine.parameters.rule import run
 from hf_zero.engine.parameters.user_hooks import HOOKS, hold_again, let_hold, register
 from hf_zero.engine.parameters.views import Readable, View, views
 from hf_zero.engine.parameters.whole import Shares
@@ -302,6 +304,7 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
             raise RuntimeError("only tensors that the user made can be deep-copied, not results of a graph")
         new = self.like(self.rows.detach().clone())
         vars(new).pop("_zero_base")
+        note_copy(new, self)
         new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
         if self.grad is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
@@ -13,81 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
-from hf_zero.comm.collectives import Rows
+from hf_zero.engine.parameters.at_rest import AtRest, Root
 from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
+from hf_zero.engine.parameters.lineage import NOTHING, Call
+from hf_zero.engine.parameters.norms import by_rank, norms_of
 from hf_zero.engine.parameters.operators import Kind, base_name, is_like, kind_of, writes_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
-from hf_zero.layout import Cut, RowLayout
-
-
-class AtRest:
-    """A tensor of which this rank may hold only a part, or a view of one."""
-
-    @property
-    @abstractmethod
-    def root(self) -> Root:
-        """What holds the memory."""
-
-    @abstractmethod
-    def of(self, whole: Tensor) -> Tensor:
-        """What this shows of the whole of its root: a view."""
-
-    @abstractmethod
-    def taken(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func`, an operator that takes views, gives of it."""
-
-    @abstractmethod
-    def alias(self) -> Tensor:
-        """Itself, outside the graph."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """For errors."""
-
-
-class Root(AtRest):
-    """A tensor of which every rank holds its elements."""
-
-    rows: Tensor
-    place: torch.UntypedStorage  # tells where the whole would be, see `addresses`
-
-    @property
-    @abstractmethod
-    def held(self) -> tuple[World, Cut]:
-        """The ranks, and what this one has of it."""
-
-    @property
-    @abstractmethod
-    def shown(self) -> Tensor | None:
-        """The plain whole that stands for it just now, within `GatheredParameters`."""
-
-    @abstractmethod
-    def like(self, rows: Tensor) -> Tensor:
-        """A tensor of which this rank holds `rows`, cut as this one is."""
-
-    @property
-    @abstractmethod
-    def param(self) -> Tensor | None:
-        """The parameter that this is, or is an alias of."""
-
-    @abstractmethod
-    def before_edit(self) -> None:
-        """The rows are about to be changed by hand, on every rank."""
-
-    @abstractmethod
-    def whole_at_hand(self) -> Tensor | None:
-        """The whole, if this rank has it for modules to compute with, so that it need not ask the others."""
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether this rank holds a part of it only."""
-        _, cut = self.held
-        return cut.rows.num_ranks > 1 or cut.tensor is not None
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's elements of a whole tensor, contiguous."""
-        return self.held[1].of(whole).contiguous() if self.is_cut else whole
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -116,7 +46,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return _on_whole(func, args, kwargs, given, written)
     if kind is Kind.DRAW and isinstance(args[0], Root):
         return _drawn(func, args, kwargs, args[0])
-    if kind is Kind.NORM and (norms := _norms(func, args, kwargs)) is not None:
+    if kind is Kind.NORM and (norms := norms_of(func, args, kwargs)) is not None:
         return norms
     if kind is Kind.UNSCALE:
         return _unscale(func, *args)
@@ -188,6 +118,8 @@ def _known_to_all(root: Root) -> Tensor:
 
 def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], written: list[Tensor]) -> Any:
     roots = _unique(t.root for t in given)
+    call = Call.of(func, args, kwargs) if written else NOTHING
+    roots_written = [cast(Tensor, t.root) for t in written if isinstance(t, AtRest)]
     with torch.no_grad():
         what = f"{base_name(func)} of {given[0].describe()}"
         wholes = dict(zip(map(id, roots), gather(roots, what, not written), strict=True))
@@ -196,9 +128,11 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
         for tensor in written:
             if isinstance(tensor, AtRest) and plain[id(tensor)].shape != tensor.shape:
                 _refuse_other_shape(func, tensor)
+        call.begin(roots_written)
         for root in _unique(t.root for t in written if isinstance(t, AtRest)):
             if root.is_cut:
                 root.rows.copy_(root.cut(wholes[id(root)]))
+    call.note_written(roots_written)
     originals = {id(plain.get(id(t), t)): t for t in written}
     return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
 
@@ -244,14 +178,20 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
         templates.append(cast(Root, roots[0]) if roots else None)
         if roots and not _put_rows(group, writes, plain):
             return False, None
+    call = Call.of(func, args, kwargs, len(templates) if kind is Kind.LISTS else None)
+    call.begin(written)
     result = _mapped(func, args, kwargs, plain)
     if written:
+        call.note_written(written)
         return True, written[0] if isinstance(result, Tensor) else result
     if kind is Kind.LISTS and isinstance(result, list | tuple):
         made = [t if root is None else root.like(t) for root, t in zip(templates, result, strict=True)]
+        call.note_made(made)
         return True, type(result)(made)
     root = cast(Root, templates[0])
-    return True, pytree.tree_map_only(Tensor, root.like, result)
+    given = pytree.tree_map_only(Tensor, root.like, result)
+    call.note_made(pytree.tree_leaves(given))
+    return True, given
 
 
 def _groups(args: Any, kwargs: Any, kind: Kind) -> list[list[Tensor]]:
@@ -297,88 +237,9 @@ def _drawn(func: Any, args: Any, kwargs: Any, subject: Root) -> Tensor:
     drawn = func(whole, *args[1:], **kwargs)
     if not writes_of(func):
         return subject.like(subject.cut(drawn))
+    NOTHING.begin([tensor])
     subject.rows.copy_(subject.cut(drawn))
     return tensor
-
-
-def _norms(func: Any, args: Any, kwargs: Any) -> Any:
-    """Norms of whole tensors from the norms of their rows; None for those of some dims, or of views."""
-    is_list = isinstance(args[0], list | tuple)
-    tensors: list[Tensor] = list(args[0]) if is_list else [args[0]]
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    if not is_list and (
-        (len(args) > 2 and args[2] is not None) or kwargs.get("dim") is not None or args[3:4] == (True,)
-    ):
-        return None
-    if any(isinstance(t, AtRest) and not isinstance(t, Root) for t in tensors):
-        return None
-    if kwargs.get("keepdim") or any(not t.is_floating_point() for t in tensors):
-        return None
-    dtype = kwargs.get("dtype") or (args[2] if is_list and len(args) > 2 else None)
-    parts = [t.rows if isinstance(t, Root) else t for t in tensors]
-    if all(part.numel() for part in parts):
-        norms = list(torch._foreach_norm(parts, order, dtype=dtype))
-    else:
-        norms = [_norm(part, order, dtype) for part in parts]
-    cut = [i for i, t in enumerate(tensors) if isinstance(t, Root) and t.is_cut]
-    if not _all_ask([cast(Root, tensors[i]) for i in cut]):
-        return None
-    for place, norm in zip(
-        cut, _added([cast(Root, tensors[i]) for i in cut], [norms[i] for i in cut], order), strict=True
-    ):
-        norms[place] = norm
-    return norms if is_list else norms[0]
-
-
-def _all_ask(roots: Sequence[Root]) -> bool:
-    """Whether every rank asks for norms of these, or one does so alone, which may happen with parameters."""
-    params = [root.param for root in roots]
-    worlds = dict.fromkeys(root.held[0] for root in roots)
-    if len(worlds) != 1 or None in params:
-        return True
-    (world,) = worlds
-    return not world.serving.can_be_alone or world.all_come(f"norms of {roots[0].describe()}", params)
-
-
-def _norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    if not rows.numel():
-        return torch.full((), math.inf if order == -math.inf else 0.0, dtype=dtype or rows.dtype, device=rows.device)
-    return cast(Tensor, torch.linalg.vector_norm(rows, order, dtype=dtype))
-
-
-def _added(roots: list[Root], norms: list[Tensor], order: float) -> list[Tensor]:
-    """The norms of the whole tensors, of which every rank has that of its elements; one exchange for each set of ranks."""
-    result = list(norms)
-    for world in dict.fromkeys(root.held[0] for root in roots):  # not a set: its order differs by rank
-        places = [i for i, root in enumerate(roots) if root.held[0] is world]
-        mine = torch.stack([norms[i].double() for i in places])
-        by_rows = _by_rank(world, mine, over_tensor=False)
-        cuts = [roots[i].held[1] for i in places]
-        mine = _whole_norms(by_rows, mine, [cut.rows.num_ranks > 1 for cut in cuts], order)
-        if world.tensor.num_ranks > 1:
-            parts = _by_rank(world, mine, over_tensor=True)
-            mine = _whole_norms(parts, mine, [cut.tensor is not None for cut in cuts], order)
-        for value, place in zip(mine.unbind(), places, strict=True):
-            result[place] = value.to(norms[place].dtype)
-    return result
-
-
-def _whole_norms(parts: Tensor, own: Tensor, are_cut: list[bool], order: float) -> Tensor:
-    """The norm of each column of `parts`, [ranks, tensors]; `own` where a tensor is not cut."""
-    whole = parts.sum(0) if order == 0 else torch.linalg.vector_norm(parts, order, dim=0)
-    return whole if all(are_cut) else torch.where(own.new_tensor(are_cut, dtype=torch.bool), whole, own)
-
-
-def _by_rank(world: World, values: Tensor, over_tensor: bool) -> Tensor:
-    """Every rank's `values`, a row each, by rank of the shard axis or of the tensor axis."""
-    axis = world.tensor if over_tensor else world.shards
-    layout = RowLayout((axis.num_ranks, values.numel()), axis.num_ranks)
-    rows = values.new_zeros(layout.padded_numel)
-    layout.elements_of(rows, axis.rank).copy_(values)
-    if axis.num_ranks > 1:
-        world.meet("norms of partitioned tensors (all ranks must ask for them)")
-        axis.gather([Rows(rows, layout)], "norms of partitioned tensors").wait()
-    return rows.view(layout.shape)
 
 
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -386,7 +247,7 @@ def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: T
     func([t.rows if isinstance(t, Root) else t for t in grads], found_inf, inv_scale)
     for world in dict.fromkeys(t.held[0] for t in grads if isinstance(t, Root) and t.is_cut):
         for over_tensor in (False, True):
-            found_inf.copy_(_by_rank(world, found_inf.reshape(1), over_tensor).amax())
+            found_inf.copy_(by_rank(world, found_inf.reshape(1), over_tensor).amax())
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

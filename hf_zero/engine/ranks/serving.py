@@ -128,7 +128,7 @@ class Serving:
         self._engines: list[Callable[[], Served | None]] = []
         self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
         self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self._parameter}
-        self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self._number_of}
+        self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
         self._num_met = 0
         self._waits_at: _Place | None = None
         self._alone_at: _Place | None = None
@@ -173,6 +173,11 @@ class Serving:
     @property
     def _live(self) -> list[Served]:
         return [engine for each in self._engines if (engine := each()) is not None]
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether other ranks may ask this one."""
+        return self._peers is not None
 
     @property
     def version(self) -> int:
@@ -275,7 +280,8 @@ class Serving:
                 return key, item
         return None
 
-    def _number_of(self, param: Tensor) -> tuple[int, int] | None:
+    def number_of(self, param: Tensor) -> tuple[int, int] | None:
+        """The number of a parameter's engine, and its own; the same on every rank. None: it is no engine's."""
         for place, reference in enumerate(self._engines):
             engine = reference()
             number = None if engine is None else engine.number_of(param)
@@ -351,6 +357,8 @@ class Serving:
             return (_Seen.ELSEWHERE if has_left else _Seen.BEHIND), None
         if self.seen_from(asked_from) is not _Seen.PAST:
             return _Seen.BEHIND, None
+        if key not in self._offers:
+            raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
         rows, layout = self._offers[key](item)
         copied = layout.flat(self._on_host(rows)).clone().view(-1).view(torch.uint8)
         return (_Seen.THERE, copied) if self.version == asked_from.version else (_Seen.PAST, None)

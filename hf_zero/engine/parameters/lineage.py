@@ -1,0 +1,226 @@
+"""Which value a tensor at rest has, whatever rank names it.
+
+[Note: lineage] Ranks that run the same lines compute the same values: copies of weights, averages of them. A rank that reads
+one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a parameter,
+which one, and after how many steps and edits; of what an operator gives or writes, the operator, the keys of its operands, and
+numbers. What comes from anything else (a gradient, a plain tensor, random numbers) has none. A rank gives its part of a value
+that it has under the same key, after as many steps and edits. Where it has several that are not the same, or none since this
+rank alone has computed it, it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_zero.engine.parameters.at_rest import AtRest, Root
+from hf_zero.engine.ranks.serving import Serving
+from hf_zero.errors import CollectiveError
+from hf_zero.layout import RowLayout
+
+Key = bytes
+
+_VALUES = "values computed from parameters"
+_KEY_BYTES = 16
+_SAID = (int, float, complex, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+
+
+class _UnknownError(Exception):
+    """An operand has no key."""
+
+
+class _Entry(NamedTuple):
+    """A value that has a key.
+
+    Attributes:
+        rows: this rank's.
+        key: its own.
+        layout: which rows are whose.
+        ready: on a device, passes when they are there.
+    """
+
+    rows: weakref.ref[Tensor]
+    key: Key
+    layout: RowLayout
+    ready: torch.Event | None
+
+
+_entries: dict[int, _Entry] = {}  # by the id of the rows
+
+
+def key_of(root: Root) -> Key | None:
+    """Of a parameter as it is now, or of a value; None: it has none."""
+    world, _ = root.held
+    param = root.param
+    number = None if param is None else world.serving.number_of(param)
+    if number is not None:
+        return _digest("a parameter", number, world.serving.version)
+    entry = _entries.get(id(root.rows))
+    return entry.key if entry is not None and entry.rows() is root.rows else None
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator's call on tensors at rest: the keys of what it gives and writes.
+
+    Args:
+        keys: one for each place of lists, or one.
+    """
+
+    keys: Sequence[Key | None]
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any, num_places: int | None = None) -> Call:
+        """Before it runs.
+
+        Args:
+            func: the operator.
+            args: its own.
+            kwargs: likewise.
+            num_places: of the lists that it goes through place by place; None: it takes its operands together.
+        """
+        places = [None] if num_places is None else range(num_places)
+        return cls([_key_of_call(func, args, kwargs, place, num_places or 0) for place in places])
+
+    def begin(self, written: Sequence[Tensor]) -> None:
+        """These are about to be written to: nobody gets what is half done."""
+        for tensor in written:
+            if isinstance(tensor, Root):
+                _entries.pop(id(tensor.rows), None)
+
+    def note_written(self, written: Sequence[Tensor]) -> None:
+        """These, all places of the first list and then of the next, have been written to."""
+        for index, tensor in enumerate(written):
+            if isinstance(tensor, Root):
+                _note(tensor, self._key(index, "written"))
+
+    def note_made(self, made: Sequence[object]) -> None:
+        """These are what it gives."""
+        for index, tensor in enumerate(made):
+            if isinstance(tensor, Root):
+                _note(tensor, self._key(index, "made"))
+
+    def _key(self, index: int, how: str) -> Key | None:
+        key = self.keys[index % len(self.keys)]
+        return None if key is None else _digest(how, key, index // len(self.keys))
+
+
+NOTHING = Call([None])  # has keys
+
+
+def note_copy(copy: Root, original: Root) -> None:
+    """A tensor has the values of another."""
+    _note(copy, key_of(original))
+
+
+def _note(root: Root, key: Key | None) -> None:
+    world, cut = root.held
+    rows, param = root.rows, root.param
+    if key is None:
+        _entries.pop(id(rows), None)
+    elif root.is_cut and world.serving.is_asked and (param is None or world.serving.number_of(param) is None):
+        _offer(world.serving)
+        ready = None if rows.device.type == "cpu" else torch.Event(rows.device)
+        if ready is not None:
+            ready.record()
+        _entries[id(rows)] = _Entry(weakref.ref(rows, functools.partial(_forget, id(rows))), key, cut.rows, ready)
+
+
+def _forget(number: int, reference: weakref.ref[Tensor]) -> None:
+    with contextlib.suppress(KeyError):
+        if _entries[number].rows is reference:
+            del _entries[number]
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+def _key_of_call(func: Any, args: Any, kwargs: Any, place: int | None, num_places: int) -> Key | None:
+    try:
+        parts = [_part(arg, place, num_places) for arg in args]
+        named = [(name, _part(value, place, num_places)) for name, value in sorted(kwargs.items())]
+    except _UnknownError:
+        return None
+    return _digest(func._schema.name, func._overloadname, parts, named)
+
+
+def _part(value: Any, place: int | None, num_places: int) -> object:
+    if isinstance(value, AtRest):
+        key = key_of(value) if isinstance(value, Root) else None
+        if key is None:
+            raise _UnknownError
+        return key
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.device.type != "cpu":
+            raise _UnknownError
+        return value.item(), value.dtype
+    if isinstance(value, list | tuple):
+        if place is not None and len(value) == num_places:
+            return _part(value[place], None, 0)
+        return [_part(each, None, 0) for each in value]
+    if isinstance(value, torch.device):
+        return value.type  # each rank has another
+    if not isinstance(value, _SAID):
+        raise _UnknownError
+    return value
+
+
+def _digest(*parts: object) -> Key:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=_KEY_BYTES).digest()
+
+
+# ---- asked for -------------------------------------------------------------------------------------------------------
+
+_offered: weakref.WeakSet[Serving] = weakref.WeakSet()
+
+
+def _offer(serving: Serving) -> None:
+    if serving not in _offered:
+        _offered.add(serving)
+        serving.offer(_VALUES, _give, _search)
+
+
+def _search(tensor: Tensor) -> Key | None:
+    return key_of(tensor) if isinstance(tensor, Root) else None
+
+
+def _give(key: Key) -> tuple[Tensor, RowLayout]:
+    found = [(rows, entry) for entry, rows in _with(key)]
+    if not found:
+        raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
+    copies = [_on_host(rows, entry) for rows, entry in found]
+    if any(not torch.equal(copies[0], copy) for copy in copies):
+        raise CollectiveError("it has several such values, which differ: let all ranks run the line that reads")
+    if len(_with(key)) != len(found):
+        raise CollectiveError("it has changed the value since: let all ranks run the line that reads")
+    return copies[0], found[0][1].layout
+
+
+def _with(key: Key) -> list[tuple[_Entry, Tensor]]:
+    entries = [entry for entry in list(_entries.values()) if entry.key == key]
+    return [(entry, rows) for entry in entries if (rows := entry.rows()) is not None]
+
+
+def _on_host(rows: Tensor, entry: _Entry) -> Tensor:
+    with _after(entry.ready, rows.device):
+        return rows.detach().cpu().clone()
+
+
+@contextlib.contextmanager
+def _after(ready: torch.Event | None, device: torch.device) -> Iterator[None]:
+    """On a device: on a stream beside what is queued behind an event."""
+    if ready is None:
+        yield
+        return
+    aside = torch.Stream(device)
+    aside.wait_event(ready)
+    with aside:
+        yield
