@@ -187,6 +187,12 @@ TORCH = [
         torch.optim.lr_scheduler, "", "_wrapped_by_lr_sched = True", "StandIn: a scheduler's `step` is of the real one"
     ),
     Seam(
+        importlib.import_module("torch.multiprocessing.reductions"),
+        "storage_from_cache",
+        "torch.UntypedStorage._new_with_weak_ptr(storage_ref.cdata)",
+        "lineage: plain tensors that are not kept alive",
+    ),
+    Seam(
         torch.optim.Optimizer, "_patch_step_function", "step.hooked = True", "step_of: the step without torch's hooks"
     ),
     Seam(

@@ -248,6 +248,33 @@ def test_rank_0_alone_saves_copies_and_averages_that_all_ranks_have_made(stage: 
     twins.step()
 
 
+@on_ranks(2, stage=[1, 3], is_whole=[False, True])
+def test_rank_0_alone_copies_an_average_into_the_model_and_saves_that(stage: int, is_whole: bool) -> None:
+    """As scripts of diffusers do at their end: `if accelerator.is_main_process: ema.copy_to(unet.parameters())`."""
+    twins = Twins(stage, collectives="pairwise")
+    averages = [[p.detach().clone() for p in model.parameters()] for model in (twins.model, twins.reference)]
+    if is_whole:
+        averages[0] = [p.clone().detach() for p in twins.model.parameters()]  # in the graph, so whole and plain
+    for _ in range(2):
+        twins.step()
+        for means, model in zip(averages, (twins.model, twins.reference), strict=True):
+            for mean, param in zip(means, model.parameters(), strict=True):
+                mean.sub_(0.5 * (mean - param.detach()))
+    expected = [mean.clone() for mean in averages[1]]
+    if dist.get_rank() == 0:
+        for param, mean in zip(twins.model.parameters(), averages[0], strict=True):
+            param.data.copy_(mean.to(param.device).data)
+        file = io.BytesIO()
+        torch.save(twins.model.state_dict(), file)
+        file.seek(0)
+        torch.testing.assert_close(list(torch.load(file).values()), expected)
+        with torch.no_grad():
+            twins.model.head.bias.add_(1)
+        with pytest.raises(zero.CollectiveError, match="rank 0 has changed a model alone"):
+            twins.model.head.bias.tolist()
+    dist.barrier()
+
+
 @on_ranks(2)
 def test_a_value_that_a_rank_has_twice_and_not_alike_is_not_given() -> None:
     twins = Twins(2)

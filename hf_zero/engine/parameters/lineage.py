@@ -4,8 +4,8 @@
 one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a parameter,
 which one, and after how many steps and edits; of what an operator gives or writes, the operator, the keys of its operands, and
 numbers. What comes from anything else (a gradient, a plain tensor, random numbers) has none. A rank gives its part of a value
-that it has under the same key, after as many steps and edits. Where it has several that are not the same, or none since this
-rank alone has computed it, it says so.
+that it has under the same key. Where it has several that are not the same, or none since this rank alone has computed it, it
+says so. A rank that copies such values into a model alone (an average, to save it) reads them in the model, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.engine.parameters.at_rest import AtRest, Root
 from hf_zero.engine.ranks.serving import Serving
@@ -28,7 +29,7 @@ from hf_zero.layout import RowLayout
 
 Key = bytes
 
-_VALUES = "values computed from parameters"
+VALUES = "values computed from parameters"
 _KEY_BYTES = 16
 _SAID = (int, float, complex, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 
@@ -73,9 +74,11 @@ class Call:
 
     Args:
         keys: one for each place of lists, or one.
+        source: what it writes has the values of this.
     """
 
     keys: Sequence[Key | None]
+    source: Key | _Plain | None = None
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, num_places: int | None = None) -> Call:
@@ -87,6 +90,8 @@ class Call:
             kwargs: likewise.
             num_places: of the lists that it goes through place by place; None: it takes its operands together.
         """
+        if func is torch.ops.aten.copy_.default and (source := _source(*args[:2])) is not None:
+            return cls([source if isinstance(source, Key) else None], source)
         places = [None] if num_places is None else range(num_places)
         return cls([_key_of_call(func, args, kwargs, place, num_places or 0) for place in places])
 
@@ -100,7 +105,8 @@ class Call:
         """These, all places of the first list and then of the next, have been written to."""
         for index, tensor in enumerate(written):
             if isinstance(tensor, Root):
-                _note(tensor, self._key(index, "written"))
+                _note(tensor, self._key(index, "written") if self.source is None else self.keys[0])
+                _note_source(tensor, self.source)
 
     def note_made(self, made: Sequence[object]) -> None:
         """These are what it gives."""
@@ -138,6 +144,61 @@ def _forget(number: int, reference: weakref.ref[Tensor]) -> None:
     with contextlib.suppress(KeyError):
         if _entries[number].rows is reference:
             del _entries[number]
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+class _Plain:
+    """A plain tensor that is not kept alive.
+
+    Args:
+        tensor: whole.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._taken = tensor.dtype, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor | None:
+        """It, if its memory is still there."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        dtype, device, *place = self._taken
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
+
+
+_copied_over: dict[int, tuple[weakref.ref[Tensor], Key | _Plain]] = {}  # by the id of a parameter's rows
+
+
+def copied_over(root: Root) -> Key | Tensor | None:
+    """What has been copied into a parameter, and is still there and the same: a value's key, or the plain whole itself."""
+    rows, source = _copied_over.get(id(root.rows), (None, None))
+    if rows is None or rows() is not root.rows:
+        return None
+    if isinstance(source, Key):
+        return source if any(torch.equal(value, root.rows) for _, value in _with(source)) else None
+    plain = None if source is None else source.tensor()
+    return plain if plain is not None and torch.equal(root.cut(plain), root.rows) else None
+
+
+def _source(written: object, read: object) -> Key | _Plain | None:
+    if not isinstance(written, Root) or not isinstance(written, Tensor) or not isinstance(read, Tensor):
+        return None
+    if read.dtype != written.dtype or read.shape != written.shape:
+        return None
+    if isinstance(read, Root):
+        return key_of(read) if read.held == written.held else None
+    return _Plain(read) if type(read) in (Tensor, nn.Parameter) and read.device == written.device else None
+
+
+def _note_source(root: Root, source: Key | _Plain | None) -> None:
+    rows, number = root.rows, id(root.rows)
+    if source is None or root.param is None:
+        _copied_over.pop(number, None)
+    else:
+        _copied_over[number] = weakref.ref(rows, lambda _: _copied_over.pop(number, None)), source
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -185,7 +246,7 @@ _offered: weakref.WeakSet[Serving] = weakref.WeakSet()
 def _offer(serving: Serving) -> None:
     if serving not in _offered:
         _offered.add(serving)
-        serving.offer(_VALUES, _give, _search)
+        serving.offer(VALUES, _give, _search, outlives_edits=True)
 
 
 def _search(tensor: Tensor) -> Key | None:

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest import AtRest, Root
 from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
-from hf_zero.engine.parameters.lineage import NOTHING, Call
+from hf_zero.engine.parameters.lineage import NOTHING, VALUES, Call, copied_over
 from hf_zero.engine.parameters.norms import by_rank, norms_of
 from hf_zero.engine.parameters.operators import Kind, base_name, is_like, kind_of, writes_of
+from hf_zero.engine.ranks.serving import ChangedAloneError
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 
@@ -98,7 +99,14 @@ def _asked(root: Root, are_together: dict[int, bool]) -> Tensor:
     world, cut = root.held
     if are_together[world.number]:
         return world.gather_parameter(root.rows, cut, "whole parameters")
-    return world.serving.whole(_known_to_all(root), root.rows, cut.rows)
+    try:
+        return world.serving.whole(_known_to_all(root), root.rows, cut.rows)
+    except ChangedAloneError:
+        if (source := copied_over(root)) is None:
+            raise
+        if isinstance(source, Tensor):
+            return source.clone()
+        return world.serving.whole_of(VALUES, source, root.rows, cut.rows)
 
 
 def _meet(world: World, roots: Sequence[Root], what: str, only_reads: bool) -> bool:

@@ -100,6 +100,10 @@ class _Place:
         return f"{self.num_met} {self.version} {self.what} {self.on}"
 
 
+class ChangedAloneError(CollectiveError):
+    """This rank has changed what it reads, and the others have not."""
+
+
 class _Seen(Enum):
     """Another rank, seen from a place of the program."""
 
@@ -129,6 +133,7 @@ class Serving:
         self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
         self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self._parameter}
         self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
+        self._outliving: set[str] = set()
         self._num_met = 0
         self._waits_at: _Place | None = None
         self._alone_at: _Place | None = None
@@ -152,6 +157,7 @@ class Serving:
         key: str,
         give: Callable[[Any], tuple[Tensor, RowLayout]],
         search: Callable[[Tensor], object] | None = None,
+        outlives_edits: bool = False,
     ) -> None:
         """Let other tensors be asked for, which change by steps only.
 
@@ -159,8 +165,11 @@ class Serving:
             key: of their kind.
             give: takes which of them it is; returns this rank's part.
             search: takes a tensor at rest; returns which of them it is, the same on every rank, or None. None: by whoever asks.
+            outlives_edits: what is given is right whatever the asker has changed alone since.
         """
         self._offers[key] = give
+        if outlives_edits:
+            self._outliving.add(key)
         if search is not None:
             self._searches[key] = search
 
@@ -342,7 +351,7 @@ class Serving:
                     "step, or an edit by hand): let all ranks run the line that reads, or put it before what changes"
                 )
             if seen is _Seen.ELSEWHERE:
-                raise CollectiveError(
+                raise ChangedAloneError(
                     f"rank {self._peers.own} has changed a model alone (an edit by hand, as of an EMA's `copy_to`) and reads "
                     f"it, but rank {rank} has the other rows without that change: let all ranks run the line that changes it"
                 )
@@ -353,7 +362,8 @@ class Serving:
     def give_rows(self, asked_from: _Place, key: str, item: object) -> Answer:
         """This rank's rows, if they are those of the asker's place; called by the service."""
         has_left = self._has_left(asked_from)  # before the version: what it has begun counts all that came before
-        if self.version < asked_from.version:
+        version = self.version
+        if version < asked_from.version and not (has_left and key in self._outliving):
             return (_Seen.ELSEWHERE if has_left else _Seen.BEHIND), None
         if self.seen_from(asked_from) is not _Seen.PAST:
             return _Seen.BEHIND, None
@@ -361,7 +371,7 @@ class Serving:
             raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
         rows, layout = self._offers[key](item)
         copied = layout.flat(self._on_host(rows)).clone().view(-1).view(torch.uint8)
-        return (_Seen.THERE, copied) if self.version == asked_from.version else (_Seen.PAST, None)
+        return (_Seen.THERE, copied) if self.version == version <= asked_from.version else (_Seen.PAST, None)
 
     def _parameter(self, found: tuple[int, int]) -> tuple[Tensor, RowLayout]:
         place, number = found
