@@ -124,8 +124,11 @@ def test_what_one_rank_cannot_read_alone_is_an_error_at_once(stage: int) -> None
     twins.step()
     if dist.get_rank() == 0:
         value = twins.model.head.weight.detach() * 2
-        with pytest.raises(zero.UsageError, match="rank 0 runs this alone"):
+        with pytest.raises(zero.CollectiveError, match="it has no such value: let all ranks compute it"):
             value.sum()
+        drawn = torch.randn_like(twins.model.head.weight)
+        with pytest.raises(zero.UsageError, match="rank 0 runs this alone"):
+            drawn.sum()
     dist.barrier()
     twins.step()
 
@@ -139,6 +142,9 @@ def test_what_one_rank_has_changed_alone_is_an_error_at_once(stage: int) -> None
     if dist.get_rank() == 0:
         for param, average in zip(twins.model.parameters(), averages, strict=True):
             param.data.copy_(average)
+        assert twins.model.head.weight.norm() == averages[-2].norm()  # of which this rank knows the whole
+        with torch.no_grad():
+            twins.model.head.weight.add_(1)
         began = time.monotonic()
         with pytest.raises(zero.CollectiveError, match=r"rank 0 has changed a model alone.* let all ranks run"):
             twins.model.head.weight.norm()
