@@ -21,7 +21,8 @@ from tests.guide.api import page
 _ROOT = Path(__file__).resolve().parents[2]
 _GUIDE = _ROOT / "hf_zero" / "guide"
 _USERS = [_ROOT / "README.md", *sorted(_GUIDE.glob("*.md")), _ROOT / "recipes" / "README.md"]
-_PAGES = [*_USERS, *(_ROOT / name for name in ("hf_zero/README.md", "hf_zero/bench/README.md", "tests/README.md"))]
+_OTHERS = ["hf_zero/README.md", "hf_zero/bench/README.md", "tests/README.md", "tests/tried.md"]
+_PAGES = [*_USERS, *(_ROOT / name for name in _OTHERS)]
 _PAGES += [_ROOT / ".github" / "CONTRIBUTING.md"]
 
 
