@@ -24,7 +24,7 @@ from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
-from hf_zero.checkpoint.held_parameters import held_parameters, named_groups
+from hf_zero.checkpoint.held_parameters import held_parameters, named_groups, states_beside
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.errors import CheckpointError
 from hf_zero.host.scratch import Place
@@ -57,6 +57,7 @@ def capture(
     """
     by_name = held_parameters(optimizer, model)
     groups = named_groups(optimizer, model)
+    beside = states_beside(optimizer, by_name)
     owned = owned_by(_inner(optimizer))
     found = _Found()
     world = next((owners.world for owners in owned.values()), None)
@@ -64,7 +65,7 @@ def capture(
         _check_all_is_saved(_inner(optimizer))
         for name in (name for group in groups for name in group):
             param = by_name[name]
-            found.add(name, param, optimizer.state.get(param, {}), owned.get(id(param)))
+            found.add(name, param, beside.get(name, optimizer.state.get(param, {})), owned.get(id(param)))
     if world is not None:
         found.merge(world.share(world.collect(found.owned(), "states of optimizers"), "states of optimizers"))
     options = [
