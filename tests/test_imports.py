@@ -27,7 +27,7 @@ _FLOORS = [
     ["optim"],
     ["plan"],
     ["checkpoint.__init__", "checkpoint.files"],
-    ["checkpoint.ranks", "checkpoint.savable"],
+    ["checkpoint.ranks", "checkpoint.savable", "checkpoint.held_parameters"],
     ["checkpoint.commit", "checkpoint.model_state", "checkpoint.optimizer_state", "checkpoint.export"],
     ["checkpoint.offline", "checkpoint.importing"],
     ["checkpoint.handover"],

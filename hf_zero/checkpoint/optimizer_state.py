@@ -24,6 +24,7 @@ from hf_zero.checkpoint.files.pieces import identity
 from hf_zero.checkpoint.files.state_values import from_json, tensors_of, to_json
 from hf_zero.checkpoint.files.stored import is_stored
 from hf_zero.checkpoint.files.tensor_file import Source, TensorFile, TensorInfo, layout_file, read_layout
+from hf_zero.checkpoint.held_parameters import held_parameters, named_groups, states_beside
 from hf_zero.checkpoint.savable import check_all_is_saved
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.errors import CheckpointError
@@ -37,24 +38,6 @@ from hf_zero.optim.served import all_states
 def state_files(prefix: str) -> tuple[str, str]:
     """The names of the files of tensors and of numbers."""
     return f"{prefix}.safetensors", f"{prefix}.json"
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(param): name for name, param in model.named_parameters()}
-
-
-def _named_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    names = _names(model)
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        strange = [tuple(param.shape) for param in group["params"] if id(param) not in names]
-        if strange:
-            raise CheckpointError(
-                f"group {number} of the optimizer holds a parameter of shape {strange[0]} that is not the model's, so "
-                "its state cannot be saved: make the optimizer on the parameters of this model"
-            )
-        groups.append([names[id(param)] for param in group["params"]])
-    return groups
 
 
 def capture(
@@ -72,21 +55,21 @@ def capture(
         The file of tensors, this rank's part of them, and what goes into JSON.
 
     Raises:
-        CheckpointError: a state has another shape.
+        CheckpointError: a state has another shape, or belongs to another partitioned model.
     """
-    by_name = dict(model.named_parameters())
-    groups = _named_groups(optimizer, model)
+    by_name, groups = held_parameters(optimizer, model), named_groups(optimizer, model)
     owned, found = owned_by(_inner(optimizer)), _Found()
     states: Mapping[Any, Any] = optimizer.state
     asked = is_alone and bool(owned)
     if asked:
         states, owned = all_states(_inner(optimizer), owned), {}
+    beside = {} if is_alone else states_beside(optimizer, by_name)
     world = next((owners.world for owners in owned.values()), None)
     with contextlib.nullcontext() if world is None else world.together("saving optimizers", CheckpointError):
         check_all_is_saved(_inner(optimizer))
         for name in (name for group in groups for name in group):
             param = by_name[name]
-            found.add(name, param, states.get(param, {}), owned.get(id(param)), asked)
+            found.add(name, param, beside.get(name, states.get(param, {})), owned.get(id(param)), asked)
     if world is not None:
         found.merge(world.share(world.collect(found.owned(), "states of optimizers"), "states of optimizers"))
     options = [
@@ -261,7 +244,7 @@ class LoadedState:
             )
         saved, ours = (
             [group["params"] for group in self._content["groups"]],
-            _named_groups(self._optimizer, self._model),
+            named_groups(self._optimizer, self._model),
         )
         for number in range(max(len(saved), len(ours))):
             left, right = (groups[number] if number < len(groups) else [] for groups in (saved, ours))
@@ -276,7 +259,7 @@ class LoadedState:
             for value in values.values():
                 from_json(value, torch.device("cpu"), known, type(_inner(self._optimizer)))
         self._elsewhere = set(tensors_of(self._content["numbers"]))
-        owned, by_name = owned_by(_inner(self._optimizer)), dict(self._model.named_parameters())
+        owned, by_name = owned_by(_inner(self._optimizer)), held_parameters(self._optimizer, self._model)
         for name, values in self._content["numbers"].items():
             if name not in by_name or (
                 tensors_of(values) and id(by_name[name]) not in owned and _is_cut(by_name[name])
@@ -285,7 +268,7 @@ class LoadedState:
                     f"{path}: the state of {name!r} was made on the whole parameter, but this optimizer steps on rows: resume "
                     "with optimizer_on: whole"
                 )
-        shapes = {name: tuple(param.shape) for name, param in self._model.named_parameters()}
+        shapes = {name: tuple(param.shape) for name, param in by_name.items()}
         for tensor in self.file.tensors:
             name, _ = _split(tensor.name, shapes)
             if tensor.name not in self._elsewhere and shapes.get(name) != tensor.shape:
@@ -296,7 +279,7 @@ class LoadedState:
 
     def install(self) -> tuple[FilePlan, dict[str, Source]]:
         """Give the optimizer its numbers and empty states; the caller reads this rank's part into what is returned."""
-        by_name = dict(self._model.named_parameters())
+        by_name = held_parameters(self._optimizer, self._model)
         optimizer = _inner(self._optimizer)
         owned = owned_by(optimizer)
         infos = {tensor.name: tensor for tensor in self.file.tensors}
