@@ -232,6 +232,12 @@ def test_rank_0_alone_saves_copies_and_averages_that_all_ranks_have_made(stage: 
     best = [copy.deepcopy(model.state_dict()) for model in (twins.model, twins.reference)]
     kept = [{name: value.clone() for name, value in state.items()} for state in best]
     ours, theirs = ([*map(nn.Module.state_dict, averages[i]), best[i], kept[i]] for i in (0, 1))
+    fleeting = {name: param.detach().cpu().clone().to(torch.bfloat16) for name, param in twins.model.named_parameters()}
+    if dist.get_rank():
+        fleeting.clear()  # as when a function returns whose result only rank 0 uses
+    else:
+        wanted = {name: param.detach().to(torch.bfloat16) for name, param in twins.reference.named_parameters()}
+        torch.testing.assert_close({name: value.full_tensor() for name, value in fleeting.items()}, wanted)
     if dist.get_rank() == 0:
         file = io.BytesIO()
         torch.save(ours, file)

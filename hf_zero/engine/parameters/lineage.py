@@ -4,8 +4,9 @@
 one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a parameter,
 which one, and after how many steps and edits; of what an operator gives or writes, the operator, the keys of its operands, and
 numbers. What comes from anything else (a gradient, a plain tensor, random numbers) has none. A rank gives its part of a value
-that it has under the same key. Where it has several that are not the same, or none since this rank alone has computed it, it
-says so. A rank that copies such values into a model alone (an average, to save it) reads them in the model, too.
+that it has under the same key, or that a copy of its parameter would have, so that it need not keep copies. Where it has several
+that are not the same, or none since this rank alone has computed it, it says so. A rank that copies such values into a model
+alone (an average, to save it) reads them in the model, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.engine.parameters.at_rest import AtRest, Root
+from hf_zero.engine.parameters.operators import base_name
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
@@ -31,6 +33,7 @@ Key = bytes
 
 VALUES = "values computed from parameters"
 _KEY_BYTES = 16
+_COPIES = ("clone", "_to_copy", "contiguous", "lift_fresh")
 _SAID = (int, float, complex, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -63,7 +66,7 @@ def key_of(root: Root) -> Key | None:
     param = root.param
     number = None if param is None else world.serving.number_of(param)
     if number is not None:
-        return _digest("a parameter", number, world.serving.version)
+        return _key_of_parameter(number, world.serving.version)
     entry = _entries.get(id(root.rows))
     return entry.key if entry is not None and entry.rows() is root.rows else None
 
@@ -74,7 +77,7 @@ class Call:
 
     Args:
         keys: one for each place of lists, or one.
-        source: what it writes has the values of this.
+        source: what it writes or gives has the values of this.
     """
 
     keys: Sequence[Key | None]
@@ -92,6 +95,8 @@ class Call:
         """
         if func is torch.ops.aten.copy_.default and (source := _source(*args[:2])) is not None:
             return cls([source if isinstance(source, Key) else None], source)
+        if base_name(func) in _COPIES and (key := _key_of_copy(args, kwargs)) is not None:
+            return cls([key], key)
         places = [None] if num_places is None else range(num_places)
         return cls([_key_of_call(func, args, kwargs, place, num_places or 0) for place in places])
 
@@ -112,7 +117,7 @@ class Call:
         """These are what it gives."""
         for index, tensor in enumerate(made):
             if isinstance(tensor, Root):
-                _note(tensor, self._key(index, "made"))
+                _note(tensor, self._key(index, "made") if self.source is None else self.keys[0])
 
     def _key(self, index: int, how: str) -> Key | None:
         key = self.keys[index % len(self.keys)]
@@ -213,6 +218,21 @@ def _key_of_call(func: Any, args: Any, kwargs: Any, place: int | None, num_place
     return _digest(func._schema.name, func._overloadname, parts, named)
 
 
+def _key_of_parameter(number: tuple[int, int], version: int) -> Key:
+    return _digest("a parameter", number, version)
+
+
+def _key_of_cast(key: Key, dtype: torch.dtype) -> Key:
+    return _digest("cast", key, dtype)
+
+
+def _key_of_copy(args: Any, kwargs: Any) -> Key | None:
+    """Of a copy on whatever device, perhaps in another dtype."""
+    read, dtype = args[0], kwargs.get("dtype")
+    key = key_of(read) if isinstance(read, Root) else None
+    return key if key is None or dtype in (None, read.dtype) else _key_of_cast(key, dtype)
+
+
 def _part(value: Any, place: int | None, num_places: int) -> object:
     if isinstance(value, AtRest):
         key = key_of(value) if isinstance(value, Root) else None
@@ -240,29 +260,64 @@ def _digest(*parts: object) -> Key:
 
 # ---- asked for -------------------------------------------------------------------------------------------------------
 
-_offered: weakref.WeakSet[Serving] = weakref.WeakSet()
+_offered: weakref.WeakKeyDictionary[Serving, _Copies] = weakref.WeakKeyDictionary()
 
 
 def _offer(serving: Serving) -> None:
     if serving not in _offered:
-        _offered.add(serving)
-        serving.offer(VALUES, _give, _search, outlives_edits=True)
+        _offered[serving] = copies = _Copies(serving)
+        serving.offer(VALUES, functools.partial(_give, copies), _search, outlives_edits=True)
 
 
 def _search(tensor: Tensor) -> Key | None:
     return key_of(tensor) if isinstance(tensor, Root) else None
 
 
-def _give(key: Key) -> tuple[Tensor, RowLayout]:
+class _Copies:
+    """What copies of parameters are, as these are now: nobody has to keep a copy for others to read theirs.
+
+    Args:
+        serving: has the parameters.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = weakref.ref(serving)
+        self._version, self._by_key = -1, dict[Key, tuple[tuple[int, int], torch.dtype | None]]()
+
+    def give(self, key: Key) -> tuple[Tensor, RowLayout] | None:
+        """The rows that a copy has, in host memory; None: it is of no parameter as it is now."""
+        serving = self._serving()
+        if serving is None:
+            return None
+        version = serving.version
+        if version != self._version:
+            known = {_key_of_parameter(number, version): number for number in serving.numbers()}
+            self._by_key = {key: (number, None) for key, number in known.items()}
+            for cast in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+                self._by_key |= {_key_of_cast(key, cast): (number, cast) for key, number in known.items()}
+            self._version = version
+        if key not in self._by_key:
+            return None
+        number, dtype = self._by_key[key]
+        rows, layout = serving.parameter(number)
+        with serving.beside(rows.device):
+            rows = rows.detach().cpu().clone()
+        return (rows if dtype is None else rows.to(dtype)), layout
+
+
+def _give(copies: _Copies, key: Key) -> tuple[Tensor, RowLayout]:
     found = [(rows, entry) for entry, rows in _with(key)]
     if not found:
-        raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
-    copies = [_on_host(rows, entry) for rows, entry in found]
-    if any(not torch.equal(copies[0], copy) for copy in copies):
+        of_parameter = copies.give(key)
+        if of_parameter is None:
+            raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
+        return of_parameter
+    values = [_on_host(rows, entry) for rows, entry in found]
+    if any(not torch.equal(values[0], value) for value in values):
         raise CollectiveError("it has several such values, which differ: let all ranks run the line that reads")
     if len(_with(key)) != len(found):
         raise CollectiveError("it has changed the value since: let all ranks run the line that reads")
-    return copies[0], found[0][1].layout
+    return values[0], found[0][1].layout
 
 
 def _with(key: Key) -> list[tuple[_Entry, Tensor]]:

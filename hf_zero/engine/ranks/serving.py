@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -71,6 +71,10 @@ class Served(Protocol):
     @property
     def settled(self) -> torch.Event | None:
         """On a device, passes when the last step or edit has been done; None before the first, or on the CPU."""
+
+    @property
+    def num_parameters(self) -> int:
+        """How many they are."""
 
     def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
         """This rank's rows of a parameter, and how they are cut."""
@@ -131,7 +135,7 @@ class Serving:
         self._timeout_s, self._device = timeout_s, device
         self._engines: list[Callable[[], Served | None]] = []
         self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
-        self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self._parameter}
+        self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self.parameter}
         self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
         self._outliving: set[str] = set()
         self._num_met = 0
@@ -298,6 +302,13 @@ class Serving:
                 return place, number
         return None
 
+    def numbers(self) -> Iterator[tuple[int, int]]:
+        """As `number_of`, of all parameters that there are now."""
+        for place, reference in enumerate(self._engines):
+            engine = reference()
+            if engine is not None:
+                yield from ((place, number) for number in range(engine.num_parameters))
+
     def whole(self, tensor: Tensor, local: Tensor, layout: RowLayout) -> Tensor:
         """The whole of a tensor that this can `find`; as `whole_of`."""
         found = self.find(tensor)
@@ -373,7 +384,8 @@ class Serving:
         copied = layout.flat(self._on_host(rows)).clone().view(-1).view(torch.uint8)
         return (_Seen.THERE, copied) if self.version == version <= asked_from.version else (_Seen.PAST, None)
 
-    def _parameter(self, found: tuple[int, int]) -> tuple[Tensor, RowLayout]:
+    def parameter(self, found: tuple[int, int]) -> tuple[Tensor, RowLayout]:
+        """This rank's rows of a parameter, by its number."""
         place, number = found
         engine = self._engines[place]()
         if engine is None:

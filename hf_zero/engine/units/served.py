@@ -61,6 +61,11 @@ class ServedParameters:
         """See `Served`."""
         return self._gathering.settled
 
+    @property
+    def num_parameters(self) -> int:
+        """See `Served`."""
+        return len(self._parameters)
+
     def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
         """See `Served`."""
         p = self._parameters[number]
