@@ -60,7 +60,7 @@ def stepping_of(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -
     if not isinstance(stepping, Stepping) or not stepping.fits(offload, steps_on_host):
         vars(optimizer)[STEPPING] = stepping = _choose(optimizer, worlds)
     stepping.hear_of(optimizer, worlds)
-    serve_states(optimizer, dict.fromkeys(worlds.values()))
+    serve_states(optimizer, stepping, dict.fromkeys(worlds.values()))
     return stepping
 
 

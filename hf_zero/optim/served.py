@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -18,23 +19,67 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError, UsageError
 from hf_zero.layout import RowLayout
 from hf_zero.optim.owners import Owners
-from hf_zero.optim.stepping import params_of
+from hf_zero.optim.stepping import Stepping, params_of
 
 _STATES, _OF_OWNERS = "states of optimizers that have made a step", "states of parameters that a rank owns"
+
+_KEEP = "let all ranks call `state_dict()`, or keep the optimizer until rank 0 has saved (`dist.barrier()`)"
 
 _Item = tuple[int, int, Any]  # numbers of the optimizer and of its parameter, and the state's name
 
 
-class _ServedStates:
-    """Of the optimizers that ranks have come to a step of, or loaded, in an order which is the same on every rank."""
+class _States:
+    """What an optimizer holds. Its stepping has it, so that both die together; or this lives on, see [Note: leaving]."""
 
-    def __init__(self) -> None:
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.is_of = weakref.ref(optimizer)
+        self.places: list[tuple[_ServedStates, int]] = []
+        self.follow(optimizer)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have what it holds now: a load replaces both."""
+        self._state, self.param_groups = optimizer.state, optimizer.param_groups
+
+    def of(self, param: Tensor) -> dict[Any, Any]:
+        """The states of a parameter; empty if there are none."""
+        optimizer = self.is_of()
+        state: Mapping[Any, dict[Any, Any]] = self._state if optimizer is None else optimizer.state
+        return state.get(param, {})
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The optimizer's parameters, in order."""
+        optimizer = self.is_of()
+        groups = self.param_groups if optimizer is None else optimizer.param_groups
+        return [param for group in groups for param in group["params"]]
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for served, number in self.places:
+                served.keep(self, number)
+
+
+class _ServedStates:
+    """Of the optimizers that ranks have come to a step of, or loaded, in an order which is the same on every rank.
+
+    Args:
+        serving: that offers them.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = weakref.ref(serving)
+        self._optimizers: list[Callable[[], _States | None]] = []
         self._items: dict[int, _Item] = {}  # by id(rows), as seen last
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        if not any(each() is optimizer for each in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
+    def add(self, states: _States) -> None:
+        if not any(each() is states for each in self._optimizers):
+            states.places.append((self, len(self._optimizers)))
+            self._optimizers.append(weakref.ref(states))
+
+    def keep(self, states: _States, number: int) -> None:
+        serving = self._serving()
+        if serving is not None and serving.keeps():
+            self._optimizers[number] = lambda: states
 
     def search(self, tensor: Tensor) -> _Item | None:
         """Which state a tensor at rest is, or shows."""
@@ -53,45 +98,47 @@ class _ServedStates:
         self._items = {
             id(value.rows): (number, index, name)
             for number, reference in enumerate(self._optimizers)
-            if (optimizer := reference()) is not None
-            for index, param in enumerate(params_of(optimizer))
-            for name, value in optimizer.state.get(param, {}).items()
+            if (states := reference()) is not None
+            for index, param in enumerate(states.params)
+            for name, value in states.of(param).items()
             if isinstance(value, Root)
         }
 
     def _state(self, number: int, index: int, name: Any) -> Root | None:
-        optimizer = self._optimizers[number]() if number < len(self._optimizers) else None
-        params = [] if optimizer is None else params_of(optimizer)
-        value = (
-            optimizer.state.get(params[index], {}).get(name) if optimizer is not None and index < len(params) else None
-        )
+        states = self._optimizers[number]() if number < len(self._optimizers) else None
+        params = [] if states is None else states.params
+        value = states.of(params[index]).get(name) if states is not None and index < len(params) else None
         return value if isinstance(value, Root) else None
 
     def give(self, item: _Item) -> tuple[Tensor, RowLayout]:
         """This rank's rows of a state."""
         state = self._state(*item)
         if state is None:
-            raise CollectiveError(f"the optimizer's state {item[2]!r} does not exist there any more")
+            raise CollectiveError(f"the optimizer's state {item[2]!r} does not exist there any more: {_KEEP}")
         return state.rows, state.held[1].rows
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Of one that has made a step."""
-        return next(number for number, each in enumerate(self._optimizers) if each() is optimizer)
+        found = (
+            number for number, each in enumerate(self._optimizers) if (states := each()) and states.is_of() is optimizer
+        )
+        return next(found)
 
     def give_owned(self, item: tuple[int, int]) -> tuple[Tensor, RowLayout]:
         """The state of a parameter that this rank owns, as bytes; by the numbers of the optimizer and the parameter."""
         number, index = item
-        optimizer = self._optimizers[number]()
-        if optimizer is None:
-            raise CollectiveError("the optimizer does not exist there any more")
-        data = _written(optimizer, params_of(optimizer)[index])
+        states = self._optimizers[number]()
+        if states is None:
+            raise CollectiveError(f"the optimizer does not exist there any more: {_KEEP}")
+        param = states.params[index]
+        data = _written(states.of(param), param)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), RowLayout((len(data),), 1)
 
 
-def _written(optimizer: torch.optim.Optimizer, param: Tensor) -> bytes:
+def _written(state: dict[Any, Any], param: Tensor) -> bytes:
     file, world = io.BytesIO(), param.held[0] if isinstance(param, Root) else None
     with nullcontext() if world is None else world.serving.beside(param.device):
-        torch.save(optimizer.state.get(param, {}), file)
+        torch.save(state, file)
     return file.getvalue()
 
 
@@ -102,15 +149,25 @@ def _read(data: bytes) -> dict[Any, Any]:
 _served: weakref.WeakKeyDictionary[Serving, _ServedStates] = weakref.WeakKeyDictionary()
 
 
-def serve_states(optimizer: torch.optim.Optimizer, worlds: Iterable[World]) -> None:
-    """Let a rank of these worlds read the states of an optimizer alone; called by all ranks, in the same order."""
+def serve_states(optimizer: torch.optim.Optimizer, stepping: Stepping, worlds: Iterable[World]) -> None:
+    """Let a rank of these worlds read the states of an optimizer alone; called by all ranks, in the same order.
+
+    Args:
+        optimizer: about to step, or loaded.
+        stepping: its own.
+        worlds: over which its parameters are cut.
+    """
+    states = stepping.served
+    if states is None:
+        states = stepping.served = _States(optimizer)
+    states.follow(optimizer)
     for world in worlds:
         known = _served.get(world.serving)
         if known is None:
-            known = _served[world.serving] = _ServedStates()
+            known = _served[world.serving] = _ServedStates(world.serving)
             world.serving.offer(_STATES, known.give, known.search)
             world.serving.offer(_OF_OWNERS, known.give_owned)
-        known.add(optimizer)
+        known.add(states)
 
 
 def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[int, dict[Any, Any]]:
@@ -131,7 +188,7 @@ def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owner
         own = [number for number in numbers if owners.owns(params[number])]
         label = f"{type(optimizer).__name__}.state_dict() (all ranks must call it)"
         if world.all_come(label, [params[number] for number in numbers]):
-            mine = {number: _written(optimizer, params[number]) for number in own}
+            mine = {number: _written(optimizer.state.get(params[number], {}), params[number]) for number in own}
             _check_memory(optimizer, world, sum(map(len, mine.values())))
             sent = world.collect(mine, "states of an optimizer")
             for states in world.from_first(lambda sent=sent: sent, "states of an optimizer", PartitionError):  # type: ignore[misc]

@@ -59,6 +59,7 @@ class Stepping:
 
     def __init__(self) -> None:
         self._under_way: Any = None  # the step that runs now, which has a `finish`
+        self.served: Any = None  # what other ranks may read of the optimizer, see `optim.served`
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copied optimizer finds out anew: its parameters are others."""

@@ -4,7 +4,7 @@
 one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a parameter,
 which one, and after how many steps and edits; of what an operator gives or writes, the operator, the keys of its operands, and
 numbers. What comes from anything else (a gradient, a plain tensor, random numbers) has none. A rank gives its part of a value
-that it has under the same key, or that a copy of its parameter would have, so that it need not keep copies. Where it has several
+that it has under the same key, or that a copy of its parameter would have: nobody has to keep those. Where it has several
 that are not the same, or none since this rank alone has computed it, it says so. A rank that copies such values into a model
 alone (an average, to save it) reads them in the model, too.
 """

@@ -35,7 +35,7 @@ from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
 from hf_zero.comm.groups import default_group
-from hf_zero.engine.ranks.leaving import before_leaving, no_function_runs
+from hf_zero.engine.ranks.leaving import before_leaving, only_returns
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
@@ -179,9 +179,15 @@ class Serving:
 
     def keep(self, engine: Served, place: int) -> None:
         """An engine is about to be gone, though its parameters may still be asked for; see [Note: leaving]."""
-        if self._peers is not None and not self._is_leaving and no_function_runs():
+        if self.keeps():
             self._engines[place] = lambda: engine
-            _kept.append(self)
+
+    def keeps(self) -> bool:
+        """Whether what is about to be gone may still be asked for; then this lives until the exit. See [Note: leaving]."""
+        if self._peers is None or self._is_leaving or not only_returns():
+            return False
+        _kept.append(self)
+        return True
 
     @property
     def _live(self) -> list[Served]:
