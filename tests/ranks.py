@@ -439,6 +439,11 @@ def turns_of(name: str, values: dict[str, Sequence[Any]]) -> list[dict[str, Any]
     return [{key: each[(turn + offsets[key]) % len(each)] for key, each in values.items()} for turn in range(count)]
 
 
+def by_hand(*values: T) -> tuple[T, ...]:
+    """Further values of an argument of turns, of which everyday ones show the like in less time; see `turns_of`."""
+    return values if os.environ.get(EVERY_TURN) else ()
+
+
 def _on_parent(test: Test, values: dict[str, Sequence[Any]], run: Callable[[_Body, dict[str, Any], int], None]) -> Test:
     turns = turns_of(test.__qualname__, values)
 

@@ -18,6 +18,7 @@ import copy
 import functools
 import gc
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -37,9 +38,9 @@ from hf_zero.engine.backward import accumulation, reduction
 from hf_zero.engine.ranks import world
 from hf_zero.engine.units import unit
 from tests.models import CASES, Case, Stack, make_model, stack_batch
-from tests.ranks import run_alone, run_ranks
+from tests.ranks import EVERY_TURN, run_alone, run_ranks
 
-NUM_STEPS = 10
+NUM_STEPS = 10 if os.environ.get(EVERY_TURN) else 6
 STAGES = (0, 1, 2, 3)
 # Far above the rounding error of a gradient that should be zero (a key bias under softmax): AdamW's first steps would
 # otherwise blow such noise up to a full learning rate, differently in every order of additions.

@@ -17,7 +17,7 @@ from pathlib import Path
 _LIMIT_S = 5.0  # for a thread that has been told to end; beyond, the process may abort, but it does not hang
 _LOOKS_EVERY_S = 0.02
 
-_running: list[tuple[threading.Thread, Callable[[], None]]] = []
+_running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start(name: str, work: Callable[[], None], end: Callable[[], None]) -> threading.Thread:
@@ -28,19 +28,25 @@ def start(name: str, work: Callable[[], None], end: Callable[[], None]) -> threa
         work: what it does.
         end: called at the exit of the program, if it still runs: lets it end soon, or waits for it.
     """
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    _running[:] = [(other, its_end) for other, its_end in _running if other.is_alive()]
-    _running.append((thread, end))
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _running.pop(thread, None)  # and with it what it holds
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _running[thread] = end
     thread.start()
     return thread
 
 
 @atexit.register  # with the import, and so after whatever makes use of a thread as it leaves
 def _end_all() -> None:
-    running = [(thread, end) for thread, end in _running if thread.is_alive()]
-    for _, end in running:
+    running = dict(_running)
+    for end in running.values():
         end()
-    for thread, _ in running:
+    for thread in running:
         thread.join(_LIMIT_S)
 
 

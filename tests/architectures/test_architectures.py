@@ -9,8 +9,8 @@ from tests.ranks import alone, on_ranks, run_alone
 # Of each kind, and those that use their parameters in unusual ways: embeddings passed to functions, weights shared
 # between layers, experts in one tensor, weights under parametrizations.
 _EVERYDAY = [
-    *("bert", "deberta", "deberta-v2", "layoutlmv3", "gpt2", "opt", "mixtral", "mamba"),
-    *("t5", "bart", "prophetnet", "whisper", "wav2vec2", "vit", "clip", "detr", "llava", "blip-2"),
+    *("bert", "deberta-v2", "gpt2", "mixtral", "mamba", "t5", "prophetnet", "whisper", "wav2vec2", "clip", "llava"),
+    "blip-2",
 ]
 _IN_STAGE_1 = ["bert", "prophetnet", "wav2vec2", "llava"]
 

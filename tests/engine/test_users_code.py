@@ -293,6 +293,21 @@ def test_a_value_that_a_rank_has_twice_and_not_alike_is_not_given() -> None:
     twins.step()
 
 
+@on_ranks(2)
+def test_a_copy_that_is_trained_is_no_longer_what_it_was_a_copy_of() -> None:
+    twins = Twins(2, collectives="pairwise")
+    trained = copy.deepcopy(twins.model)
+    kept = None if dist.get_rank() else twins.model.head.weight.detach().clone()
+    zero.shard_model(trained, zero.ZeroConfig(stage=2, collectives="pairwise"))
+    optimizer = _adamw(trained)
+    square_loss(trained, twins.own()).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    if kept is not None:
+        with pytest.raises(zero.CollectiveError, match="it has no such value"):
+            kept.tolist()
+    dist.barrier()
+
+
 class Slow(Net):
     """Takes its time between reading the first and the last parameters."""
 

@@ -127,6 +127,11 @@ class Call:
 NOTHING = Call([None])  # has keys
 
 
+def forget(rows: Tensor) -> None:
+    """These rows are an engine's from now on, whose steps change them without a note here."""
+    _entries.pop(id(rows), None)
+
+
 def note_copy(copy: Root, original: Root) -> None:
     """A tensor has the values of another."""
     _note(copy, key_of(original))

@@ -293,8 +293,8 @@ class Serving:
 
     def find(self, tensor: Tensor) -> tuple[str, object] | None:
         """Under which key a tensor is offered, and which it is there; the same on every rank. None: it cannot be asked for."""
-        for key, search in self._searches.items():
-            item = search(tensor)
+        for key in sorted(self._searches, key=self._outliving.__contains__):  # what is known by its place comes first
+            item = self._searches[key](tensor)
             if item is not None:
                 return key, item
         return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters import lineage
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.serving import ChangeCount, Serving
 from hf_zero.engine.units.gathering import Gathering
@@ -40,6 +41,8 @@ class ServedParameters:
         self._parameters, self._gathering = parameters, gathering
         self._numbers = {id(p.param): number for number, p in enumerate(parameters)}
         self._serving, self._place = serving, serving.add(self)
+        for p in parameters:
+            lineage.forget(torch_compat.local_of(p.param))
 
     @property
     def is_at_rest(self) -> bool:

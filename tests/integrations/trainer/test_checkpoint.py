@@ -57,7 +57,7 @@ from tests.integrations.trainer.runs import (
     with_adapters,
     with_dropout,
 )
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.ranks import by_hand, on_ranks, run_alone, run_ranks
 
 SAVING: Values = {"save_strategy": "steps", "save_steps": 2}
 MOMENTS_ON_DISK = {"optimizer": "disk", "path": tempfile.gettempdir()}
@@ -96,23 +96,26 @@ class Run:
 
 
 RUNS = [
-    *(Run(f"stage{stage}", stage, with_dropout) for stage in (0, 1, 2, 3)),
-    Run("tied", 3, gpt2),
+    *(Run(f"stage{stage}", stage, with_dropout) for stage in (1, 3)),
     Run("mixtral", 3, mixtral),
-    Run("frozen", 2, partly_frozen),
     Run("adapters", 3, with_adapters),
     Run("plain_module_per_writer", 3, plain_module, zero_of(3, checkpoint_files="per_writer")),
-    Run("bf16", 3, options={"bf16": True}),
     Run("fused", 3, options={"optim": "adamw_torch_fused"}),
-    Run("sgd", 2, options={"optim": "sgd"}),
-    Run("adafactor", 3, options={"optim": "adafactor"}),
     Run("adafactor_async", 1, options={"optim": "adafactor", **zero_of(1, async_save=True)}),
-    Run("disk", 3, with_dropout, zero_of(3, offload=DISK)),
     Run("disk_mixed", 2, options={"bf16": True, **zero_of(2, offload=MOMENTS_ON_DISK)}),
     Run("async", 3, with_dropout, zero_of(3, async_save=True)),
-    Run("async_stage1", 1, options=zero_of(1, async_save=True)),
     Run("per_writer", 3, with_dropout, zero_of(3, checkpoint_files="per_writer")),
     Run("accumulation", 3, options={"gradient_accumulation_steps": 2, "max_steps": 4}),
+    *by_hand(
+        *(Run(f"stage{stage}", stage, with_dropout) for stage in (0, 2)),
+        Run("tied", 3, gpt2),
+        Run("frozen", 2, partly_frozen),
+        Run("bf16", 3, options={"bf16": True}),
+        Run("sgd", 2, options={"optim": "sgd"}),
+        Run("adafactor", 3, options={"optim": "adafactor"}),
+        Run("disk", 3, with_dropout, zero_of(3, offload=DISK)),
+        Run("async_stage1", 1, options=zero_of(1, async_save=True)),
+    ),
 ]
 
 

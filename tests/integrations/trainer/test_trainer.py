@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +45,7 @@ from tests.integrations.trainer.runs import (
     with_dropout,
 )
 from tests.models import CASES, make_model
-from tests.ranks import on_ranks
+from tests.ranks import EVERY_TURN, on_ranks
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ class Scenario:
     num_rows: int = 16
     tolerance: float = 2e-6
     weight_tolerance: float | None = 1e-5
+
+    @property
+    def everyday_stages(self) -> tuple[int, ...]:
+        """Two of them, which differ from scenario to scenario; by hand all."""
+        if len(self.stages) <= 2 or os.environ.get(EVERY_TURN):
+            return self.stages
+        first = zlib.crc32(self.name.encode())
+        return tuple(self.stages[(first + i) % len(self.stages)] for i in range(2))
 
 
 # Compute in bfloat16 against autocast, which keeps norms and the residual stream in fp32: 8 bits of mantissa.
@@ -159,7 +169,7 @@ def furthest(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 def test_training_equals_ddp(scenario: Scenario, folder: str) -> None:
     oracle = train(scenario, folder, None)
     assert oracle.wrapper == "DistributedDataParallel"
-    for stage in scenario.stages:
+    for stage in scenario.everyday_stages:
         found = train(scenario, folder, stage)
         assert found.wrapper != "DistributedDataParallel", stage
         loss, norm = worst(found.losses, oracle.losses), worst(found.norms, oracle.norms)
