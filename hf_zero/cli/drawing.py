@@ -38,3 +38,29 @@ def draw(shape: ModelShape, rows: list[Row], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_scale(shape: ModelShape, rows: list[Row], path: Path) -> None:
+    """Lines of what a rank holds at rest on more and more ranks: of the first row of each stage."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    from hf_zero.plan.scale import at_scale
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    first = {row.setting.config.stage: row for row in reversed(rows)}
+    for _, row in sorted(first.items()):
+        found = at_scale(shape, row.setting)
+        axes.plot([each.num_ranks for each in found], [each.states / 2**30 for each in found], "o-", label=row.name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("GiB a rank, without activations")
+    axes.set_title(f"{shape.name}, {shape.numel / 1e9:.2f} B parameters")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -117,7 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser, size_of: Callable[[str], int]
     parser.add_argument("--scale", action="store_true", help="also show 8 to 10,000 ranks, and what limits them first")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the configuration of the first way that fits")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw what a rank holds, by stage (needs matplotlib)"
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw what a rank holds, by stage; with --scale, by ranks (needs matplotlib)",
     )
     parser.set_defaults(run=run)
 
@@ -131,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from hf_zero.cli.drawing import draw
+    from hf_zero.cli.drawing import draw, draw_scale
     from hf_zero.plan.scale import told
     from hf_zero.plan.shapes import meta_model, shapes_of, with_adapters
 
@@ -162,7 +165,10 @@ def run(args: argparse.Namespace) -> int:
     if args.scale:
         has_limit = args.gpu_memory is not None or args.host_memory is not None
         print("\n" + "\n".join(told(shape, (chosen if chosen and has_limit else rows[-1]).setting, size, _host(args))))
-    if args.plot is not None:
+    if args.plot is not None and args.scale:
+        draw_scale(shape, rows, args.plot)
+        print(f"Drawn in {args.plot}.")
+    elif args.plot is not None:
         draw(shape, rows, args.plot)
         print(f"Drawn in {args.plot}.")
     if chosen is None:

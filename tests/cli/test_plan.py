@@ -199,6 +199,8 @@ def test_says_what_would_help_where_nothing_fits(folder: str, capsys: pytest.Cap
 
 def test_draws_what_a_rank_holds(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _plan(capsys, folder, "--seq-len", "16", "--plot", str(tmp_path / "plan.png"))[0] == 0
+    assert _plan(capsys, folder, "--scale", "--plot", str(tmp_path / "ranks.png"))[0] == 0
+    assert (tmp_path / "ranks.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

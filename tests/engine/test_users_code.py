@@ -175,6 +175,11 @@ def test_what_torch_saves_is_whole_and_loads_anywhere(stage: int) -> None:
         torch.save(model, io.BytesIO())
 
 
+def _seeded(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -291,6 +296,17 @@ def test_a_value_that_a_rank_has_twice_and_not_alike_is_not_given() -> None:
             with pytest.raises(zero.CollectiveError, match="several such values, which differ"):
                 values[0].tolist()
     twins.step()
+
+
+@on_ranks(2)
+def test_copies_of_two_models_are_told_apart() -> None:
+    models = [Twins(2, collectives="pairwise", make=lambda seed=seed: _seeded(seed)) for seed in (1, 2)]  # type: ignore[misc]
+    copies = [twins.model.head.weight.detach().clone() for twins in models]
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(copies[0].full_tensor(), models[0].reference.head.weight.detach())
+    else:
+        del copies[0]  # it still has the other
+    dist.barrier()
 
 
 @on_ranks(2)

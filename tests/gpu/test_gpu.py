@@ -152,13 +152,19 @@ def test_one_rank_on_the_late_device(name: str, tmp_path: Path) -> None:
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("built_late_device")
 @pytest.mark.parametrize(
-    "orders", [("late",), *(pytest.param(each, marks=pytest.mark.slow) for each in (("late", "early"), ("early",)))]
+    ("orders", "mistakes"),
+    [
+        (("late",), ()),
+        *(pytest.param(each, tuple(MISTAKES), marks=pytest.mark.slow) for each in (("late", "early"), ("early",))),
+    ],
 )
-def test_the_late_device_trains_right_and_shows_mistakes(orders: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_late_device_trains_right_and_shows_mistakes(
+    orders: tuple[str, ...], mistakes: tuple[str, ...], tmp_path: Path
+) -> None:
     """Each in the first of the orders in which it shows."""
-    names = ["parity", *MISTAKES]
+    names = ["parity", *mistakes]
     shown = _launched("parity", tmp_path, ["tests.gpu.late.run", ",".join(names), ",".join(orders)], last="")
-    due = {name: [order for order in orders if order in m.seen_in] for name, m in MISTAKES.items()}
+    due = {name: [order for order in orders if order in MISTAKES[name].seen_in] for name in mistakes}
     expected = [f"{name}, {order}: seen" for name, found in due.items() for order in found[:1]]
     expected += [f"parity, {order}: right" for order in orders]
     assert [line for line in expected if line not in shown] == []

@@ -66,7 +66,7 @@ def key_of(root: Root) -> Key | None:
     param = root.param
     number = None if param is None else world.serving.number_of(param)
     if number is not None:
-        return _key_of_parameter(number, world.serving.version)
+        return _key_of_parameter(world.serving, number)
     entry = _entries.get(id(root.rows))
     return entry.key if entry is not None and entry.rows() is root.rows else None
 
@@ -128,7 +128,7 @@ NOTHING = Call([None])  # has keys
 
 
 def forget(rows: Tensor) -> None:
-    """These rows are an engine's from now on, whose steps change them without a note here."""
+    """These rows change without a note here: they are an engine's from now on, or written back to."""
     _entries.pop(id(rows), None)
 
 
@@ -223,8 +223,8 @@ def _key_of_call(func: Any, args: Any, kwargs: Any, place: int | None, num_place
     return _digest(func._schema.name, func._overloadname, parts, named)
 
 
-def _key_of_parameter(number: tuple[int, int], version: int) -> Key:
-    return _digest("a parameter", number, version)
+def _key_of_parameter(serving: Serving, number: tuple[int, int]) -> Key:
+    return _digest("a parameter", serving.name, number, serving.version)
 
 
 def _key_of_cast(key: Key, dtype: torch.dtype) -> Key:
@@ -296,7 +296,7 @@ class _Copies:
             return None
         version = serving.version
         if version != self._version:
-            known = {_key_of_parameter(number, version): number for number in serving.numbers()}
+            known = {_key_of_parameter(serving, number): number for number in serving.numbers()}
             self._by_key = {key: (number, None) for key, number in known.items()}
             for cast in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
                 self._by_key |= {_key_of_cast(key, cast): (number, cast) for key, number in known.items()}

@@ -126,12 +126,15 @@ class Serving:
         shards: the ranks over which parameters are cut, in order.
         timeout_s: that ranks wait for each other.
         device: where rows live.
+
+    Attributes:
+        name: as given.
     """
 
     def __init__(
         self, name: str, peers: Peers | None, shards: Sequence[int], timeout_s: float, device: torch.device
     ) -> None:
-        self._name, self._peers, self._shards = name, peers, tuple(shards)
+        self.name, self._peers, self._shards = name, peers, tuple(shards)
         self._timeout_s, self._device = timeout_s, device
         self._engines: list[Callable[[], Served | None]] = []
         self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
@@ -227,7 +230,7 @@ class Serving:
         here = self._here(what, on)
         if default_group() is None or self._is_alone_at(here):
             return False
-        notes = Notes(f"coming {self._name}")
+        notes = Notes(f"coming {self.name}")
         self._waits_at = here
         try:
             has_all = self._meet(notes, here)
@@ -270,7 +273,7 @@ class Serving:
     def _see(self, rank: int, here: _Place) -> _Seen:
         assert self._peers is not None
         try:
-            seen, _ = self._peers.ask(rank, _PLACE, (self._name, here))
+            seen, _ = self._peers.ask(rank, _PLACE, (self.name, here))
         except CollectiveError as error:
             raise named(RuntimeError("its process has ended"), here.what, rank, self._timeout_s) from error
         assert isinstance(seen, _Seen)
@@ -359,7 +362,7 @@ class Serving:
         assert self._peers is not None
         began, here = time.monotonic(), self._here()
         while True:
-            seen, rows = self._peers.ask(rank, _ROWS, (self._name, here, key, item))
+            seen, rows = self._peers.ask(rank, _ROWS, (self.name, here, key, item))
             if seen is _Seen.THERE:
                 return rows
             if seen is _Seen.PAST:
@@ -429,7 +432,7 @@ class Serving:
     def _may_ask(self, rank: int, here: _Place) -> bool:
         assert self._peers is not None
         try:
-            return bool(self._peers.ask(rank, _LEAVING, (self._name, here))[0])
+            return bool(self._peers.ask(rank, _LEAVING, (self.name, here))[0])
         except CollectiveError:
             return False  # it is gone
 

@@ -228,6 +228,7 @@ def test_undo_puts_back_all_that_the_arguments_change(folder: str) -> None:
         ("Trainer", "_load_from_checkpoint"),
         ("Trainer", "_load_optimizer_and_scheduler"),
         ("Trainer", "_load_rng_state"),
+        ("Trainer", "_run_epoch"),
         ("Trainer", "_save"),
         ("Trainer", "_save_checkpoint"),
         ("Trainer", "_save_optimizer_and_scheduler"),

@@ -45,7 +45,7 @@ from tests.integrations.trainer.runs import (
     with_dropout,
 )
 from tests.models import CASES, make_model
-from tests.ranks import EVERY_TURN, on_ranks
+from tests.ranks import EVERY_TURN, by_hand, on_ranks
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,6 @@ BF16: Values = {"tolerance": 5e-3, "weight_tolerance": None}
 
 SCENARIOS = [
     Scenario("basic", (0, 1, 2, 3)),
-    Scenario("from_config", (0, 3), from_config),
     Scenario("no_clipping", (1, 2, 3), options={"max_grad_norm": 0.0}),
     Scenario("accumulation_tokens_of_all_ranks", (0, 1, 2, 3), options={"gradient_accumulation_steps": 2}),
     Scenario(
@@ -99,35 +98,41 @@ SCENARIOS = [
         num_rows=13,
     ),
     Scenario("dropout", (0, 3), with_dropout),
-    Scenario("adamw_torch", options={"optim": "adamw_torch"}),
     Scenario("sgd", (1, 3), options={"optim": "sgd", "learning_rate": 0.3}),
-    Scenario(
-        "checkpointing_reentrant",
-        options={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    ),
     Scenario(
         "checkpointing_not_reentrant",
         options={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     ),
     Scenario("adapters", (0, 2, 3), with_adapters),
-    Scenario(
-        "adapters_checkpointing",
-        (3,),
-        with_adapters,
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    ),
-    Scenario("label_smoothing", options={"label_smoothing_factor": 0.1}),
     Scenario("neftune", options={"neftune_noise_alpha": 5.0}),
-    Scenario(
-        "compiled_eager", (3,), plain_module, {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
-    ),
     Scenario("auto_find_batch_size", (3,), options={"auto_find_batch_size": True}),
     Scenario("plain_module", (0, 1, 2, 3), plain_module),
     Scenario("tied", (0, 2, 3), gpt2, {"optim": "sgd", "learning_rate": 0.3}),
     Scenario("encoder_decoder", (3,), t5, {"optim": "sgd", "learning_rate": 0.3}),
     Scenario("bf16", (1, 2, 3), options={"bf16": True}, **BF16),
-    Scenario("bf16_of_ddp", (0,), options={"bf16": True}),
-    Scenario("checkpointing_bf16", (3,), options={"bf16": True, "gradient_checkpointing": True}, **BF16),
+    *by_hand(
+        Scenario("from_config", (0, 3), from_config),
+        Scenario("adamw_torch", options={"optim": "adamw_torch"}),
+        Scenario(
+            "checkpointing_reentrant",
+            options={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        ),
+        Scenario(
+            "adapters_checkpointing",
+            (3,),
+            with_adapters,
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        ),
+        Scenario("label_smoothing", options={"label_smoothing_factor": 0.1}),
+        Scenario(
+            "compiled_eager",
+            (3,),
+            plain_module,
+            {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
+        ),
+        Scenario("bf16_of_ddp", (0,), options={"bf16": True}),
+        Scenario("checkpointing_bf16", (3,), options={"bf16": True, "gradient_checkpointing": True}, **BF16),
+    ),
 ]
 
 
