@@ -187,6 +187,9 @@ class GatheredParameters:
         _forget(items)
         if kind is not None:
             return  # the ranks may have left at different points, so nothing is written back
+        for engine in live_engines():
+            if any(engine.find(item.param) for item in items):
+                engine.gathering.changes.begun += 1  # what is read alone is from before, or from after
         with torch.no_grad():
             changed = [item.param for item in items if self._write_back(item) or item.is_changed]
             for param, world in plain:

@@ -298,6 +298,28 @@ def test_a_value_that_a_rank_has_twice_and_not_alike_is_not_given() -> None:
     twins.step()
 
 
+@on_ranks(2, way=["gathered", "forward"])
+def test_a_copy_is_of_the_weights_before_they_were_changed(way: str) -> None:
+    twins = Twins(3, collectives="pairwise")
+    old = None if dist.get_rank() else twins.model.head.weight.detach().clone()
+    if way == "gathered":
+        with zero.GatheredParameters(twins.model.head), torch.no_grad():
+            twins.model.head.weight.mul_(2)
+    else:
+        twins.model.head.register_forward_pre_hook(_double)
+        with torch.no_grad():
+            twins.model(twins.own()[0] if isinstance(twins.own(), tuple) else twins.own())
+    if old is not None:
+        with pytest.raises(zero.CollectiveError, match="it has no such value"):
+            old.tolist()
+    dist.barrier()
+
+
+def _double(module: nn.Module, args: object) -> None:
+    with torch.no_grad():
+        module.weight.mul_(2)  # type: ignore[operator, union-attr]
+
+
 @on_ranks(2)
 def test_copies_of_two_models_are_told_apart() -> None:
     models = [Twins(2, collectives="pairwise", make=lambda seed=seed: _seeded(seed)) for seed in (1, 2)]  # type: ignore[misc]

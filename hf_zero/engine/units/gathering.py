@@ -299,6 +299,7 @@ class Gathering:
         """
         if not written:
             return
+        self.changes.begun += 1
         if not has_failed:
             check_written(written)
             check_same_on_all_ranks(written, self._world)
