@@ -301,7 +301,9 @@ def test_a_value_that_a_rank_has_twice_and_not_alike_is_not_given() -> None:
 @on_ranks(2, way=["gathered", "forward"])
 def test_a_copy_is_of_the_weights_before_they_were_changed(way: str) -> None:
     twins = Twins(3, collectives="pairwise")
-    old = None if dist.get_rank() else twins.model.head.weight.detach().clone()
+    old: Tensor | None = twins.model.head.weight.detach().clone()
+    if dist.get_rank():
+        old = None  # others need not keep what is as the weights are
     if way == "gathered":
         with zero.GatheredParameters(twins.model.head), torch.no_grad():
             twins.model.head.weight.mul_(2)
