@@ -7,12 +7,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from hf_zero.engine.parameters.at_rest import Root
+from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.on_host import lack_of_memory
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.engine.ranks.world import World
@@ -53,8 +53,10 @@ class _States:
         groups = self.param_groups if optimizer is None else optimizer.param_groups
         return [param for group in groups for param in group["params"]]
 
+    _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
+
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if not self._is_exiting():
             for served, number in self.places:
                 served.keep(self, number)
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.comm.copies import in_dtypes
 from hf_zero.engine.backward.reduction import Reducer
+from hf_zero.engine.parameters.at_rest.unreduced import UnreducedGradient
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.parameters.unreduced import UnreducedGradient
 from hf_zero.engine.parameters.user_hooks import grad_hooks, has_grad_hooks
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,10 @@ class HostRows:
         self._copied: torch.Event | None = None  # the last copies from `sent` have been made
         self._version = -1  # of a plain parameter's rows, when they were last copied
 
+    _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
+
     def __del__(self) -> None:
-        if self._copied is not None and self.kept is not None and not sys.is_finalizing():
+        if self._copied is not None and self.kept is not None and not self._is_exiting():
             # The memory of `kept` is used anew by what is queued on the compute stream from now on.
             torch.accelerator.current_stream(self.device).wait_event(self._copied)
 

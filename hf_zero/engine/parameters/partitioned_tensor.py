@@ -36,11 +36,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.addresses import StorageAtRest
-from hf_zero.engine.parameters.at_rest import Root
-from hf_zero.engine.parameters.lineage import note_copy
-from hf_zero.engine.parameters.rule import run
+from hf_zero.engine.parameters.at_rest.lineage import note_copy
+from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.parameters.at_rest.rule import run
+from hf_zero.engine.parameters.at_rest.views import Readable, View, views
 from hf_zero.engine.parameters.user_hooks import HOOKS, hold_again, let_hold, register
-from hf_zero.engine.parameters.views import Readable, View, views
 from hf_zero.engine.parameters.whole import Shares
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.errors import UsageError

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.at_rest import AtRest
+from hf_zero.engine.parameters.at_rest.root import AtRest
 from hf_zero.errors import PartitionError
 
 _NOW = "_zero_now"

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,48 +34,15 @@ from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
 from hf_zero.comm.groups import default_group
 from hf_zero.engine.ranks.leaving import before_leaving, only_returns
+from hf_zero.engine.ranks.offers import Offers, Served
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
 _PLACE, _ROWS, _LEAVING = "how far it is", "its rows", "whether it leaves"
-_PARAMETERS = "parameters"
 _SHORTEST_S, _LONGEST_S = 1e-4, 0.02  # between two looks at who has come
 _ASKS_AFTER_S = 0.05  # that the others have to come before they are asked, and between two times
 FEW_RANKS = 8  # up to so many, each stays for all others; beyond, for the first one only
 _STAYS_S = 0.1  # between two looks at who has left
-
-
-@dataclass
-class ChangeCount:
-    """How many steps and edits of an engine have begun; the same on every rank at the same place of the program."""
-
-    begun: int = 0
-
-
-class Served(Protocol):
-    """What has parameters at rest: an engine."""
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether no forward and no backward is under way."""
-
-    @property
-    def changes(self) -> ChangeCount:
-        """Counts its steps and edits; kept by those who serve it, since it may end earlier on one rank than on another."""
-
-    def number_of(self, param: Tensor) -> int | None:
-        """Which of its parameters this is, if it is one."""
-
-    @property
-    def settled(self) -> torch.Event | None:
-        """On a device, passes when the last step or edit has been done; None before the first, or on the CPU."""
-
-    @property
-    def num_parameters(self) -> int:
-        """How many they are."""
-
-    def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
-        """This rank's rows of a parameter, and how they are cut."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +82,7 @@ class _Seen(Enum):
     ELSEWHERE = auto()  # past it, without the asker's steps and edits: those were the asker's alone
 
 
-class Serving:
+class Serving(Offers):
     """What the ranks of one world may do alone; see [Note: alone].
 
     Args:
@@ -134,13 +99,9 @@ class Serving:
     def __init__(
         self, name: str, peers: Peers | None, shards: Sequence[int], timeout_s: float, device: torch.device
     ) -> None:
+        super().__init__()
         self.name, self._peers, self._shards = name, peers, tuple(shards)
         self._timeout_s, self._device = timeout_s, device
-        self._engines: list[Callable[[], Served | None]] = []
-        self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
-        self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self.parameter}
-        self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
-        self._outliving: set[str] = set()
         self._num_met = 0
         self._waits_at: _Place | None = None
         self._alone_at: _Place | None = None
@@ -153,37 +114,10 @@ class Serving:
             itself = weakref.ref(self)
             before_leaving(lambda: None if (serving := itself()) is None else serving.leave())
 
-    def add(self, engine: Served) -> int:
-        """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns its number."""
-        self._engines.append(weakref.ref(engine))
-        self._changes.append(engine.changes)
-        return len(self._engines) - 1
-
-    def offer(
-        self,
-        key: str,
-        give: Callable[[Any], tuple[Tensor, RowLayout]],
-        search: Callable[[Tensor], object] | None = None,
-        outlives_edits: bool = False,
-    ) -> None:
-        """Let other tensors be asked for, which change by steps only.
-
-        Args:
-            key: of their kind.
-            give: takes which of them it is; returns this rank's part.
-            search: takes a tensor at rest; returns which of them it is, the same on every rank, or None. None: by whoever asks.
-            outlives_edits: what is given is right whatever the asker has changed alone since.
-        """
-        self._offers[key] = give
-        if outlives_edits:
-            self._outliving.add(key)
-        if search is not None:
-            self._searches[key] = search
-
     def keep(self, engine: Served, place: int) -> None:
         """An engine is about to be gone, though its parameters may still be asked for; see [Note: leaving]."""
         if self.keeps():
-            self._engines[place] = lambda: engine
+            self.hold(engine, place)
 
     def keeps(self) -> bool:
         """Whether what is about to be gone may still be asked for; then this lives until the exit. See [Note: leaving]."""
@@ -193,24 +127,15 @@ class Serving:
         return True
 
     @property
-    def _live(self) -> list[Served]:
-        return [engine for each in self._engines if (engine := each()) is not None]
-
-    @property
     def is_asked(self) -> bool:
         """Whether other ranks may ask this one."""
         return self._peers is not None
 
     @property
-    def version(self) -> int:
-        """How many steps and edits of all engines have begun."""
-        return sum(each.begun for each in self._changes)
-
-    @property
     def can_be_alone(self) -> bool:
         """Whether an operation that begins now may be done alone: no forward and no backward is under way."""
         is_outside = self._peers is not None and not torch_compat.in_backward()
-        return is_outside and all(engine.is_at_rest for engine in self._live)
+        return is_outside and self.are_at_rest
 
     def _here(self, what: str = "", on: str = "") -> _Place:
         return _Place(progress(), self._num_met, self.version, what, on)
@@ -294,30 +219,6 @@ class Serving:
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
-    def find(self, tensor: Tensor) -> tuple[str, object] | None:
-        """Under which key a tensor is offered, and which it is there; the same on every rank. None: it cannot be asked for."""
-        for key in sorted(self._searches, key=self._outliving.__contains__):  # what is known by its place comes first
-            item = self._searches[key](tensor)
-            if item is not None:
-                return key, item
-        return None
-
-    def number_of(self, param: Tensor) -> tuple[int, int] | None:
-        """The number of a parameter's engine, and its own; the same on every rank. None: it is no engine's."""
-        for place, reference in enumerate(self._engines):
-            engine = reference()
-            number = None if engine is None else engine.number_of(param)
-            if number is not None:
-                return place, number
-        return None
-
-    def numbers(self) -> Iterator[tuple[int, int]]:
-        """As `number_of`, of all parameters that there are now."""
-        for place, reference in enumerate(self._engines):
-            engine = reference()
-            if engine is not None:
-                yield from ((place, number) for number in range(engine.num_parameters))
-
     def whole(self, tensor: Tensor, local: Tensor, layout: RowLayout) -> Tensor:
         """The whole of a tensor that this can `find`; as `whole_of`."""
         found = self.find(tensor)
@@ -383,37 +284,14 @@ class Serving:
         """This rank's rows, if they are those of the asker's place; called by the service."""
         has_left = self._has_left(asked_from)  # before the version: what it has begun counts all that came before
         version = self.version
-        if version < asked_from.version and not (has_left and key in self._outliving):
+        if version < asked_from.version and not (has_left and self.outlives_edits(key)):
             return (_Seen.ELSEWHERE if has_left else _Seen.BEHIND), None
         if self.seen_from(asked_from) is not _Seen.PAST:
             return _Seen.BEHIND, None
-        if key not in self._offers:
-            raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
-        rows, layout = self._offers[key](item)
-        copied = layout.flat(self._on_host(rows)).clone().view(-1).view(torch.uint8)
-        return (_Seen.THERE, copied) if self.version == version <= asked_from.version else (_Seen.PAST, None)
-
-    def parameter(self, found: tuple[int, int]) -> tuple[Tensor, RowLayout]:
-        """This rank's rows of a parameter, by its number."""
-        place, number = found
-        engine = self._engines[place]()
-        if engine is None:
-            raise CollectiveError("the model does not exist there any more")
-        return engine.rows_of(number)
-
-    def _on_host(self, rows: Tensor) -> Tensor:
+        rows, layout = self.given(key, item)
         with self.beside(rows.device):
-            return rows.cpu()
-
-    def beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """On a device, work that waits for other ranks may be queued behind the last step: that is passed by while active."""
-        settled = [engine.settled for engine in self._live if engine.settled is not None]
-        if device.type == "cpu" or not settled:
-            return nullcontext()
-        aside = torch.Stream(device)
-        for event in settled:
-            aside.wait_event(event)
-        return aside
+            copied = layout.flat(rows.cpu()).clone().view(-1).view(torch.uint8)
+        return (_Seen.THERE, copied) if self.version == version <= asked_from.version else (_Seen.PAST, None)
 
     # --- the end of the program ---------------------------------------------------------------------------------
 

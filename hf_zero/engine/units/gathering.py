@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.ranks.serving import ChangeCount
+from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry
 from hf_zero.engine.units.grouping import reads_in_backward

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters import lineage
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.ranks.serving import ChangeCount, Serving
+from hf_zero.engine.ranks.offers import ChangeCount
+from hf_zero.engine.ranks.serving import Serving
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.layout import RowLayout
 
@@ -41,8 +41,6 @@ class ServedParameters:
         self._parameters, self._gathering = parameters, gathering
         self._numbers = {id(p.param): number for number, p in enumerate(parameters)}
         self._serving, self._place = serving, serving.add(self)
-        for p in parameters:
-            lineage.forget(torch_compat.local_of(p.param))
 
     @property
     def is_at_rest(self) -> bool:
@@ -74,6 +72,8 @@ class ServedParameters:
         p = self._parameters[number]
         return torch_compat.local_of(p.param), p.layout
 
+    _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
+
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if not self._is_exiting():
             self._serving.keep(self, self._place)

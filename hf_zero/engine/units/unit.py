@@ -13,6 +13,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -254,9 +255,11 @@ class Unit:
             self._second.keep(self._arriving)
             self._arriving = -1
 
+    _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
+
     def __del__(self) -> None:
         """Wait for what was to be gathered, so that its memory is free: peers have begun it, too, or do so soon."""
-        if self._pending and not sys.is_finalizing() and not self.axes.shards.in_flight.is_broken:
+        if self._pending and not self._is_exiting() and not self.axes.shards.in_flight.is_broken:
             with contextlib.suppress(ZeroError):
                 self.settle()
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.testing import _comparison
 
 from hf_zero.changes import Changes
-from hf_zero.engine.parameters.views import Readable
+from hf_zero.engine.parameters.at_rest.views import Readable
 
 _changes = Changes()
 _UNWRAPS = "_unwrap_dtensor_for_comparison"  # from torch 2.12 on, which looks at each before it compares

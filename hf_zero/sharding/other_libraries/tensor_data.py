@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.changes import Changes
-from hf_zero.engine.parameters.at_rest import AtRest, Root
+from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.errors import UsageError
 
 _changes = Changes()

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.at_rest import AtRest
-from hf_zero.engine.parameters.operators import writes_of
-from hf_zero.engine.parameters.rule import run
+from hf_zero.engine.parameters.at_rest.operators import writes_of
+from hf_zero.engine.parameters.at_rest.root import AtRest
+from hf_zero.engine.parameters.at_rest.rule import run
 
 
 @torch_compat.dispatch_by_class

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.at_rest import AtRest, Root
+from hf_zero.engine.parameters.at_rest.lineage import NOTHING, VALUES, Call, copied_over
+from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
+from hf_zero.engine.parameters.at_rest.operators import Kind, base_name, is_like, kind_of, writes_of
+from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
-from hf_zero.engine.parameters.lineage import NOTHING, VALUES, Call, copied_over
-from hf_zero.engine.parameters.norms import by_rank, norms_of
-from hf_zero.engine.parameters.operators import Kind, base_name, is_like, kind_of, writes_of
 from hf_zero.engine.ranks.serving import ChangedAloneError
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero.engine.parameters.at_rest import AtRest, Root
-from hf_zero.engine.parameters.operators import base_name
+from hf_zero.engine.parameters.at_rest.operators import base_name
+from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
@@ -128,7 +128,7 @@ NOTHING = Call([None])  # has keys
 
 
 def forget(rows: Tensor) -> None:
-    """These rows change without a note here: they are an engine's from now on, or written back to."""
+    """These rows change without a note here: they are written back to."""
     _entries.pop(id(rows), None)
 
 

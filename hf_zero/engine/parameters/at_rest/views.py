@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.at_rest import AtRest, Root
-from hf_zero.engine.parameters.rule import gather, run
+from hf_zero.engine.parameters.at_rest.root import AtRest, Root
+from hf_zero.engine.parameters.at_rest.rule import gather, run
 from hf_zero.errors import UsageError
 
 Step = Callable[[Tensor], Tensor]  # takes a view
