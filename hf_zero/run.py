@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "accelerate with a config of `distributed_type: MULTI_GPU` and `use_cpu: true`"
         )
     from hf_zero.config.zero_config import ZeroConfig
-    from hf_zero.engine.engine import number_of_engines
     from hf_zero.integrations.everywhere import switch_on
 
     ZeroConfig.load(None)  # before the script spends time
@@ -57,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as leaving:
         if leaving.code or asks_for_help:
             raise
+    from hf_zero.engine.engine import number_of_engines
+
     if not number_of_engines():
         raise UsageError(
             f"{args.script} was to run under ZeRO ({os.environ[CONFIG_VARIABLE]}), but it has partitioned no model: it makes "

@@ -165,8 +165,18 @@ def test_engine_and_all_below_know_torch_only() -> None:
             assert not tops & _NOT_BELOW_CHECKPOINTS, f"{name} imports {tops & _NOT_BELOW_CHECKPOINTS}"
 
 
-@pytest.mark.parametrize("module", ["hf_zero", "hf_zero.config.zero_config", "hf_zero.errors", "hf_zero.comm.ledger"])
-def test_import_does_not_load_torch(module: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        ("hf_zero", ""),
+        ("hf_zero", "3"),  # then plain TrainingArguments and Accelerators are seen to, but not imported
+        ("hf_zero.config.zero_config", ""),
+        ("hf_zero.errors", ""),
+        ("hf_zero.comm.ledger", ""),
+    ],
+)
+def test_import_does_not_load_torch(module: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_CONFIG", config)
     code = f"import {module}, sys; print(*sorted({{'torch', 'transformers', 'accelerate', 'yaml'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=_PACKAGE.parent)
     assert done.stdout.split() == []

@@ -174,6 +174,14 @@ TORCH = [
         "wrappers: refused before it takes rows for parameters",
     ),
     Seam(COMPOSABLE, "", "import _localize_dtensor", "wrappers: looked up at the call"),
+    Seam(DTensor, "_op_dispatcher", "", "torch_groups.forget_old_groups"),
+    Seam(
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding,
+        "cache_clear",
+        "",
+        "torch_groups.forget_old_groups",
+    ),
+    Seam(torch._C, "_clear_DTensor_sharding_propagator_cache", "", "torch_groups.forget_old_groups"),
     Seam(DTensor, "__new__", "", "rows_like: DTensor.__new__(DTensor, local, spec, requires_grad=...)"),
     Seam(
         torch.optim.Optimizer, "profile_hook_step", "args, kwargs = result", "a step's pre-hook hands in the stand-in"

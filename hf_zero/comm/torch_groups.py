@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 
 from hf_zero.host.beside import let_threads_rest
 
@@ -38,7 +38,9 @@ def forget_old_groups(default_group: object) -> None:
     """
     global _cached_for
     if _cached_for is None or _cached_for() is not default_group:
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        # As `torch.distributed.tensor.debug` does, which would import torch's compiler.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
+        torch._C._clear_DTensor_sharding_propagator_cache()
         _cached_for = None if default_group is None else weakref.ref(default_group)
 
 

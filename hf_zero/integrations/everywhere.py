@@ -15,19 +15,20 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from typing import Any
-
-from accelerate import Accelerator
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainingArguments
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.changes import Changes
-from hf_zero.engine.engine import number_of_engines
 from hf_zero.errors import UsageError
-from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator
-from hf_zero.integrations.trainer import arguments
-from hf_zero.sharding.active import is_left_whole
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import TrainingArguments
+
+_ARGUMENTS, _ACCELERATOR = "transformers.training_args", "accelerate.accelerator"
+_DDP = "torch.nn.parallel.distributed"
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ _changes = Changes()
 def switch_on() -> None:
     """From now until `hf_zero.undo()`, scripts train under the file that HF_ZERO_CONFIG names; a second call changes nothing.
 
+    What a script does not use is not imported for it: that would take seconds.
+
     Raises:
         UsageError: there are arguments or an accelerator already, which would train without ZeRO.
     """
@@ -44,14 +47,23 @@ def switch_on() -> None:
         return
     _refuse_what_was_made_before()
     _changes.keep()
-    _changes.wrap(TrainingArguments, "__post_init__", _take_arguments)
-    _changes.wrap(Accelerator, "__init__", _take_accelerator)
-    _changes.wrap(DistributedDataParallel, "__init__", _refuse_ddp)
+    for module, kind, method, replacement in (
+        (_ARGUMENTS, "TrainingArguments", "__post_init__", _take_arguments),
+        (_ACCELERATOR, "Accelerator", "__init__", _take_accelerator),
+        (_DDP, "DistributedDataParallel", "__init__", _refuse_ddp),
+    ):
+        _changes.once_imported(module, partial(_wrap, kind, method, replacement))
+
+
+def _wrap(kind: str, method: str, replacement: Callable[..., Any], module: Any) -> None:
+    _changes.wrap(getattr(module, kind), method, replacement)
 
 
 def _refuse_what_was_made_before() -> None:
-    made = {type(found) for found in gc.get_objects()}
-    early = next((each for each in made if issubclass(each, (TrainingArguments, Accelerator))), None)
+    names = ((_ARGUMENTS, "TrainingArguments"), (_ACCELERATOR, "Accelerator"))
+    kinds = tuple(kind for module, name in names if (kind := getattr(sys.modules.get(module), name, None)) is not None)
+    made = {type(found) for found in gc.get_objects()} if kinds else set()
+    early = next((each for each in made if issubclass(each, kinds)), None)
     if early is not None:
         raise UsageError(
             f"HF_ZERO_CONFIG asks for ZeRO, but {early.__name__} was made before hf_zero was imported, and would train without "
@@ -60,6 +72,8 @@ def _refuse_what_was_made_before() -> None:
 
 
 def _take_arguments(original: Any, self: TrainingArguments) -> None:
+    from hf_zero.integrations.trainer import arguments
+
     if isinstance(self, arguments.ZeroTrainingArguments):
         original(self)  # they do so themselves
     else:
@@ -67,6 +81,10 @@ def _take_arguments(original: Any, self: TrainingArguments) -> None:
 
 
 def _take_accelerator(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    from accelerate import Accelerator
+
+    from hf_zero.integrations.accelerate.accelerator import ZeroAccelerator
+
     caller = sys._getframe(2).f_globals.get("__name__", "")
     if isinstance(self, ZeroAccelerator) or caller.partition(".")[0] == "transformers":
         original(self, *args, **kwargs)
@@ -81,6 +99,9 @@ def _take_accelerator(original: Any, self: Accelerator, *args: Any, **kwargs: An
 
 
 def _refuse_ddp(original: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    from hf_zero.engine.engine import number_of_engines
+    from hf_zero.sharding.active import is_left_whole
+
     if not is_left_whole(module):
         what = (
             f"HF_ZERO_CONFIG asks for ZeRO, but DistributedDataParallel wraps {type(module).__name__}, which would train "

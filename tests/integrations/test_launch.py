@@ -23,6 +23,7 @@ from hf_zero import run
 from hf_zero.cli import configure
 from hf_zero.cli import main as cli
 from hf_zero.comm.exchange import named
+from hf_zero.engine import engine
 from hf_zero.integrations import everywhere
 from tests.ranks import ENVIRONMENT, on_ranks, run_alone
 
@@ -178,11 +179,11 @@ def test_a_script_that_wraps_its_model_in_ddp_hears_of_it_at_once() -> None:
     os.environ["HF_ZERO_CONFIG"] = '{"stage": 3}'
     everywhere.switch_on()
     try:
-        with mock.patch.object(everywhere, "number_of_engines", lambda: 0):
+        with mock.patch.object(engine, "number_of_engines", lambda: 0):
             with pytest.raises(zero.UsageError, match="DistributedDataParallel wraps Linear"):
                 DistributedDataParallel(torch.nn.Linear(2, 2))
             DistributedDataParallel(zero.leave_whole(torch.nn.Linear(2, 2)))
-        with mock.patch.object(everywhere, "number_of_engines", lambda: 1):
+        with mock.patch.object(engine, "number_of_engines", lambda: 1):
             DistributedDataParallel(torch.nn.Linear(2, 2))
     finally:
         zero.undo()
