@@ -371,12 +371,14 @@ class _Body:
 
     module: str
     __qualname__: str
+    first: int = 0  # of the test's turns, and how many of these on the next one is
+    stride: int = 1
 
     def __call__(self, **arguments: Any) -> None:
         test = getattr(importlib.import_module(self.module), self.__qualname__)
         gc.freeze()
         environment = dict(os.environ)
-        for number, turn in enumerate(test.turns):
+        for number, turn in enumerate(test.turns[self.first :: self.stride]):
             if number:
                 next_turn(environment)
             try:
@@ -399,7 +401,7 @@ def on_ranks(*num_ranks: int, timeout_s: float = 60, **values: Sequence[Any]) ->
     """Let a test run on that many ranks of the pool: what it asserts, it asserts on each of them. See `run_ranks`.
 
     Args:
-        num_ranks: one job for each number.
+        num_ranks: one job for each number. By hand, each goes through all turns; every day, they are dealt out.
         timeout_s: of a job; each further turn adds 15 s, all of them at most 240 s.
         values: by argument of the test, values to go through inside the job ("turns", see `turns_of`). Each turn begins
             with the seeds and settings of a new job, and a failure names its own. Everything else the test asks for,
@@ -407,8 +409,10 @@ def on_ranks(*num_ranks: int, timeout_s: float = 60, **values: Sequence[Any]) ->
     """
 
     def run(body: _Body, arguments: dict[str, Any], num_turns: int) -> None:
-        for number in num_ranks:
-            run_ranks(body, number, timeout_s=_limit_s(timeout_s, num_turns), **arguments)
+        deals = not os.environ.get(EVERY_TURN) and num_turns >= len(num_ranks)
+        for place, number in enumerate(num_ranks):
+            own = replace(body, first=place, stride=len(num_ranks)) if deals else body
+            run_ranks(own, number, timeout_s=_limit_s(timeout_s, num_turns), **arguments)
 
     return lambda test: _on_parent(test, values, run)
 

@@ -21,7 +21,7 @@ from hf_zero.plan.summary import model_states, summary
 from hf_zero.torch_compat import local_of
 from tests.engine.twins import EXCHANGES, Net, Twins, batch, square_loss
 from tests.models import Stack, stack_batch
-from tests.ranks import alone, on_ranks
+from tests.ranks import alone, by_hand, on_ranks
 
 _NUM_UNITS = 5  # enter, three blocks, head
 
@@ -77,7 +77,12 @@ def _checkpoint(block: nn.Module) -> None:
 
 
 @on_ranks(
-    2, 3, kept=[0, 1, 2, 4, 6], num_micros=[1, 2], collectives=["pairwise", "native"], is_checkpointed=[False, True]
+    2,
+    3,
+    kept=[0, 1, *by_hand(2), 4, *by_hand(6)],
+    num_micros=[1, 2],
+    collectives=["pairwise", "native"],
+    is_checkpointed=[False, True],
 )
 def test_a_unit_that_stays_is_gathered_once_a_micro_batch_and_nothing_else_changes(
     kept: int, num_micros: int, collectives: str, is_checkpointed: bool
