@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 
 import hf_zero
 from tests.engine.twins import Net, Twins, batch, square_loss, whole
-from tests.ranks import on_ranks
+from tests.ranks import by_hand, on_ranks
 
 Idiom = Callable[[nn.Module], Any]
 
@@ -235,7 +235,7 @@ _ON_WEIGHTS: list[Idiom] = [
 
 
 @pytest.mark.parametrize("idiom", _ON_GRADIENTS + _ON_WEIGHTS, ids=lambda idiom: idiom.__name__.strip("_"))
-@on_ranks(3, timeout_s=120, where=[(1, "host"), (2, "pairwise"), (3, "host")])
+@on_ranks(3, timeout_s=120, where=[(1, "host"), *by_hand((2, "pairwise"), (3, "host")), (3, "pairwise")])
 def test_idioms_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tuple[int, str]) -> None:
     stage, collectives = where
     twins = Twins(stage, Net, collectives=collectives, units={"min_numel": 1})

@@ -14,7 +14,7 @@ from hf_zero.engine.units.grouping import Group, find_parameters, group
 from tests.architectures.build import build, forward, loss_of
 from tests.architectures.configs import tiny_config
 from tests.engine.twins import Block, Net, Twins, whole
-from tests.ranks import on_ranks
+from tests.ranks import by_hand, on_ranks
 
 _ARCHITECTURES = [
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
@@ -74,10 +74,10 @@ def test_architecture_without_repeated_blocks_is_grouped_by_size(caplog: pytest.
 
 
 _RUN = [
-    *("Qwen3MoeForCausalLM", "FalconForCausalLM", "BartForConditionalGeneration", "ElectraForMaskedLM"),
-    *("DebertaV2ForMaskedLM", "AlbertForMaskedLM", "SwinBackbone", "SegformerForSemanticSegmentation"),
-    *("ViTMAEForPreTraining", "SiglipModel", "LlavaForConditionalGeneration", "WhisperForConditionalGeneration"),
-    *("Wav2Vec2ForCTC", "MambaForCausalLM", "Gemma2ForCausalLM"),
+    *("Qwen3MoeForCausalLM", "BartForConditionalGeneration", "DebertaV2ForMaskedLM", "AlbertForMaskedLM"),
+    *("SwinBackbone", "ViTMAEForPreTraining", "SiglipModel", "MambaForCausalLM"),
+    *by_hand("FalconForCausalLM", "ElectraForMaskedLM", "SegformerForSemanticSegmentation"),
+    *by_hand("LlavaForConditionalGeneration", "WhisperForConditionalGeneration", "Wav2Vec2ForCTC", "Gemma2ForCausalLM"),
 ]
 
 
