@@ -63,13 +63,13 @@ class PairwiseCollectives(Collectives):
         peers_rows = sum(output.numel() * item.flat.itemsize for item, output in zip(items, outputs, strict=True))
         entry = self.ledger.add("reduce_scatter", unit, peers_rows * (self.num_ranks - 1))
         rows = [[[piece.of(rank) for piece in message] for message in messages] for rank in range(self.num_ranks)]
-        sends = self._send_to_all(description, rows, tags)
-        *earlier, last = self._rounds(messages, tags)
-        for each in earlier:
-            parts, add_up = self._receive_round(description, each, divisor)
+        first, *later = self._rounds(messages, tags)
+        parts, add_up = self._receive_round(description, first, divisor)
+        sends = self._send_to_all(description, rows, tags)  # after the receives: gloo may else send and receive in turn
+        for each in later:
             self._exchange(description, parts, entry, add_up).wait()
             del parts, add_up  # frees this round's rows before those of the next round arrive
-        parts, add_up = self._receive_round(description, last, divisor)
+            parts, add_up = self._receive_round(description, each, divisor)
         return self._exchange(description, parts + sends, entry, add_up, keep=items)
 
     def _messages(self, items: Sequence[Rows]) -> list[list[Rows]]:
