@@ -22,8 +22,7 @@ torch.set_num_threads(1)
 gc.freeze()  # collections between jobs then skip what the imports made
 gc.enable()
 if sys.platform == "linux":
-    tasks = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
-    threads = {task.read_text().strip() for task in tasks} - {
-        "jemalloc_bg_thd"
-    }  # which jemalloc starts again after a fork
+    others = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+    threads = {Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in others}
+    threads.discard("jemalloc_bg_thd")  # which jemalloc starts again after a fork
     assert not threads, f"a fork would lose {threads}"
