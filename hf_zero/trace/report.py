@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hf_zero.trace.timeline import Lane, Span, Timeline
 
 _MOST = 3  # losses that are told
+_WITHOUT_UNITS = "all but the optimizer"  # of stage 0, where nothing shows when a forward begins
+_PARTS = ("forward", "backward", "optimizer", "save", "between steps", _WITHOUT_UNITS)
 _GATHERS, _REDUCTIONS = ("gather",), ("reduce_scatter", "reduce", "all_reduce")
 _ADVICE = {
     "gathers": "more prefetch_bytes, or reshard_after_forward: false (or a size), or wire.gather, if the network is slow",
@@ -65,7 +67,7 @@ def report(timeline: Timeline) -> Report:
     waits = [span for lane in timeline.lanes for span in lane.spans if span.kind == "wait"]
     waited_s = sum(_length(_merged(_of(lane, "wait"))) for lane in timeline.lanes)
     under_way_s = sum(_seconds(span) for lane in timeline.lanes for span in lane.spans if span.kind == "exchange")
-    parts = dict.fromkeys(("forward", "backward", "optimizer", "save", "between steps"), 0.0)
+    parts = dict.fromkeys(_PARTS, 0.0)
     for lane in timeline.lanes:
         for name, seconds in _parts(lane).items():
             parts[name] += seconds / num_parts
@@ -145,7 +147,7 @@ def _cause_of(name: str) -> tuple[str, str]:
 
 def _parts(lane: Lane) -> dict[str, float]:
     """Seconds of a rank by what it did. Forward and backward last from their first unit to their last, waits included."""
-    found = dict.fromkeys(("forward", "backward", "optimizer", "save", "between steps"), 0.0)
+    found = dict.fromkeys(_PARTS, 0.0)
     found["save"] = _length(_merged(_of(lane, "save")))
     for began_s, ended_s in zip(lane.ends_s, lane.ends_s[1:], strict=False):
         inside = [span for span in lane.spans if began_s <= span.start_s and span.end_s <= ended_s]
@@ -162,7 +164,8 @@ def _parts(lane: Lane) -> dict[str, float]:
         first_s = min((start_s for _, start_s, _ in phases), default=ended_s)
         saved_s = sum(_seconds(s) for s in inside if s.kind == "save" and s.end_s <= first_s)
         between_s = max(first_s - began_s - saved_s, 0.0)
-        found["between steps"] += between_s
+        has_units = any(kind != "step" for kind, _, _ in phases)
+        found["between steps" if has_units or not phases else _WITHOUT_UNITS] += between_s
         rest_s = ended_s - began_s - covered - between_s - saved_s
         if phases:
             found["backward" if any(kind == "backward" for kind, _, _ in phases) else "forward"] += max(rest_s, 0.0)

@@ -44,7 +44,15 @@ def test_time_is_told_by_what_it_went_to() -> None:
     found = report(made())
     assert found.step_s == 1.0
     assert found.parts == pytest.approx(
-        {"forward": 0.1, "backward": 0.3, "optimizer": 0.2, "save": 0.05, "between steps": 0.4}, abs=0.051
+        {
+            "forward": 0.1,
+            "backward": 0.3,
+            "optimizer": 0.2,
+            "save": 0.05,
+            "between steps": 0.4,
+            "all but the optimizer": 0.0,
+        },
+        abs=0.051,
     )
     assert found.waiting == pytest.approx(0.35 / 2)
     assert found.hidden == pytest.approx(1 - 0.35 / 0.4)
@@ -53,6 +61,15 @@ def test_time_is_told_by_what_it_went_to() -> None:
     assert seconds["waiting for gathers of parameters"] == pytest.approx((0.1 + 0.05) / 2)
     assert seconds["what the loop does between steps"] == pytest.approx(0.4)
     assert [loss.seconds for loss in found.losses] == sorted(seconds.values(), reverse=True)
+
+
+def test_without_units_nothing_is_said_of_the_time_between_steps() -> None:
+    lane = Lane([Span("step", "optimizer", 0.8, 1.0)], [], [0.0, 1.0])
+    found = report(Timeline([lane], {"stage": 0, "device": "cpu"}))
+    assert {name: seconds for name, seconds in found.parts.items() if seconds} == pytest.approx(
+        {"all but the optimizer": 0.8, "optimizer": 0.2}
+    )
+    assert not [loss for loss in found.losses if loss.seconds]
 
 
 def test_words_name_the_three_greatest_losses() -> None:

@@ -77,6 +77,4 @@ def _exchange(kind: str, ranks: Sequence[dict[str, Any]]) -> Measured:
     rows = [rank[kind] for rank in ranks]
     sizes = tuple(size for size, *_ in rows[0])
     seconds = tuple(max(row[place][1] for row in rows) for place in range(len(sizes)))
-    is_full = len(ranks) >= (os.cpu_count() or 1)  # no core is left for the threads of an exchange
-    busy = tuple(min(seconds[place], max(row[place][2] for row in rows)) * is_full for place in range(len(sizes)))
-    return Measured(sizes, seconds, busy)
+    return Measured(sizes, seconds, tuple(max(row[place][2] for row in rows) for place in range(len(sizes))))

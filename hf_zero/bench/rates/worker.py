@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from hf_zero.bench import devices
 from hf_zero.bench.processes import options, report
 from hf_zero.comm.collectives import Collectives, Rows
+from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.select import make_collectives
 from hf_zero.layout import RowLayout
@@ -22,6 +24,9 @@ from hf_zero.plan.shapes import configuration
 
 _TIMEOUT_S = 120.0
 _REPEATS = 7
+_PAIRS = 3  # of a training beside exchanges, and one alone
+_BESIDE = 1.5  # times the seconds of the exchanges, so that they end within the training
+_MOST_AT_ONCE = 32
 _STEPPED = 2**23  # elements
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "momentum": "SGD"}
 
@@ -34,7 +39,8 @@ def measure_here(given: dict[str, Any]) -> list[dict[str, Any]]:
     chosen = make_collectives(given["collectives"], ranks, device, _TIMEOUT_S, Ledger())
     config = configuration(given["model"])
     num_layers = config.num_hidden_layers
-    one, two = (_passes(config, number, given, device) for number in (1, 2))
+    training = _Training(config, 1, given, device)
+    one, two = training.passes(), _Training(config, 2, given, device).passes()
     layer = [max(0.0, b - a) for a, b in zip(one, two, strict=True)]
     found: dict[str, Any] = {
         "collectives": chosen.name,
@@ -42,7 +48,7 @@ def measure_here(given: dict[str, Any]) -> list[dict[str, Any]]:
         "layer": layer,
         "rest": [max(0.0, a - b) for a, b in zip(one, layer, strict=True)],
         "step_s": _step(given["optimizer"], device),
-        **_exchanges(chosen, given["sizes"]),
+        **_exchanges(chosen, given["sizes"], training),
     }
     by_rank: list[Any] = [None] * len(ranks)
     dist.all_gather_object(by_rank, found)
@@ -51,26 +57,56 @@ def measure_here(given: dict[str, Any]) -> list[dict[str, Any]]:
     return by_rank
 
 
-def _passes(config: Any, num_layers: int, given: dict[str, Any], device: torch.device) -> list[float]:
-    """Seconds of a forward and a backward of the model with so many layers: medians."""
-    from transformers import AutoModelForCausalLM
+class _Training:
+    """The model with fewer layers, which trains without a step.
 
-    fewer = copy.deepcopy(config)
-    fewer.num_hidden_layers, fewer.use_cache = num_layers, False
-    for name in ("layer_types", "mlp_layer_types"):
-        if getattr(fewer, name, None) is not None:
-            setattr(fewer, name, getattr(fewer, name)[:num_layers])
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(fewer, dtype=getattr(torch, given["dtype"]))
-    model = model.to(device).train()
-    batch = torch.randint(config.vocab_size, (given["batch_size"], given["seq_len"]), device=device)
-    seconds = []
-    for _ in range(2 + _REPEATS):
-        model.zero_grad()
-        forward, loss = _timed(lambda: model(input_ids=batch, labels=batch).loss, device)
-        backward, _ = _timed(loss.backward, device)
-        seconds.append((forward, backward))
-    return [statistics.median(column) for column in zip(*seconds[2:], strict=True)]
+    Args:
+        config: of the whole model.
+        num_layers: what it has.
+        given: what `hf_zero.bench.rates.run` asks for.
+        device: where it computes.
+    """
+
+    def __init__(self, config: Any, num_layers: int, given: dict[str, Any], device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        fewer = copy.deepcopy(config)
+        fewer.num_hidden_layers, fewer.use_cache = num_layers, False
+        for name in ("layer_types", "mlp_layer_types"):
+            if getattr(fewer, name, None) is not None:
+                setattr(fewer, name, getattr(fewer, name)[:num_layers])
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(fewer, dtype=getattr(torch, given["dtype"]))
+        self.model = model.to(device).train()
+        self.batch = torch.randint(config.vocab_size, (given["batch_size"], given["seq_len"]), device=device)
+        self.device = device
+
+    def passes(self) -> list[float]:
+        """Seconds of a forward and of a backward, of the slowest rank, for which the others of a training wait: medians."""
+        found = []
+        for _ in range(2 + _REPEATS):
+            self.model.zero_grad()
+            dist.barrier()
+            forward, loss = _timed(lambda: self.model(input_ids=self.batch, labels=self.batch).loss, self.device)
+            dist.barrier()
+            found.append((forward, _timed(loss.backward, self.device)[0]))
+        return [statistics.median(column) for column in _of_the_slowest(found[2:]).T.tolist()]
+
+    def seconds(self, times: int) -> float:
+        """Of so many forwards and backwards."""
+        start = time.perf_counter()
+        for _ in range(times):
+            self.model.zero_grad()
+            self.model(input_ids=self.batch, labels=self.batch).loss.backward()
+        devices.synchronize(self.device)
+        return time.perf_counter() - start
+
+
+def _of_the_slowest(seconds: Any) -> torch.Tensor:
+    """The largest of all ranks, each."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
@@ -95,8 +131,8 @@ def _step(name: str, device: torch.device) -> float:
     return statistics.median(seconds[2:]) / _STEPPED
 
 
-def _exchanges(collectives: Collectives, sizes: list[int]) -> dict[str, list[list[float]]]:
-    """[bytes of the whole, seconds, of these the processor's] of each kind and size: medians."""
+def _exchanges(collectives: Collectives, sizes: list[int], training: _Training) -> dict[str, list[list[float]]]:
+    """[bytes of the whole, seconds, what it takes from a training beside it] of each kind and size: medians."""
     found: dict[str, list[list[float]]] = {"gather": [], "reduce_scatter": []}
     for num_bytes in sizes:
         numel = num_bytes // 4 // collectives.num_ranks * collectives.num_ranks
@@ -104,27 +140,48 @@ def _exchanges(collectives: Collectives, sizes: list[int]) -> dict[str, list[lis
         whole = torch.empty(0, device=collectives.device).set_(collectives.allocate(4 * numel, "a measurement"))
         gradient, rows = torch.ones_like(whole), whole.new_empty(layout.local_numel(collectives.rank))
 
-        def gather(whole: torch.Tensor = whole, layout: RowLayout = layout) -> None:
-            collectives.gather([Rows(whole, layout)], "a measurement").wait()
+        def gather(whole: torch.Tensor = whole, layout: RowLayout = layout) -> Exchange:
+            return collectives.gather([Rows(whole, layout)], "a measurement")
 
-        def reduce(gradient: torch.Tensor = gradient, rows: torch.Tensor = rows, layout: RowLayout = layout) -> None:
-            collectives.reduce_scatter([Rows(gradient, layout)], [rows], "a measurement").wait()
-            collectives.settle()
+        def reduce(
+            gradient: torch.Tensor = gradient, rows: torch.Tensor = rows, layout: RowLayout = layout
+        ) -> Exchange:
+            return collectives.reduce_scatter([Rows(gradient, layout)], [rows], "a measurement")
 
-        for kind, work in (("gather", gather), ("reduce_scatter", reduce)):
-            runs = [_exchange(collectives, work) for _ in range(2 + _REPEATS)]
-            seconds, busy = (statistics.median(column) for column in zip(*runs[2:], strict=True))
-            found[kind].append([4 * numel, seconds, busy])
+        for kind, begin in (("gather", gather), ("reduce_scatter", reduce)):
+            seconds = statistics.median([_exchange(collectives, begin) for _ in range(2 + _REPEATS)][2:])
+            taken = _taken(collectives, begin, seconds, training) if collectives.name != "host" else seconds
+            found[kind].append([4 * numel, seconds, taken])
     return found
 
 
-def _exchange(collectives: Collectives, work: Callable[[], None]) -> tuple[float, float]:
+def _exchange(collectives: Collectives, begin: Callable[[], Exchange]) -> float:
+    """Seconds of an exchange that nothing runs beside."""
     collectives.meet("a measurement")
-    start, before = time.perf_counter(), time.process_time()
-    work()
-    if collectives.device.type != "cpu":
-        devices.synchronize(collectives.device)
-    return time.perf_counter() - start, time.process_time() - before
+    start = time.perf_counter()
+    begin().wait()
+    collectives.settle()
+    devices.synchronize(collectives.device)
+    return time.perf_counter() - start
+
+
+def _taken(collectives: Collectives, begin: Callable[[], Exchange], seconds: float, training: _Training) -> float:
+    """Seconds that an exchange takes from a training that goes on beside it."""
+    seconds, alone = _of_the_slowest([seconds, training.seconds(1)]).tolist()
+    times = math.ceil(_BESIDE * seconds / alone)
+    number = max(1, min(_MOST_AT_ONCE, int(times * alone / (_BESIDE * seconds))))
+    found = []
+    for _ in range(_PAIRS):
+        collectives.meet("a measurement")
+        alone = training.seconds(times)
+        collectives.meet("a measurement")
+        works = [begin() for _ in range(number)]
+        beside = training.seconds(times)
+        for work in works:
+            work.wait()
+        collectives.settle()
+        found.append((beside - alone) / number)
+    return min(max(statistics.median(found), 0.0), seconds)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Measured:
     Attributes:
         sizes: bytes of the whole tensor, rising.
         seconds: of each.
-        busy: of these, what the processor did.
+        busy: of these, what each takes from what computes beside it.
     """
 
     sizes: tuple[int, ...]
