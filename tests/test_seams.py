@@ -209,9 +209,8 @@ TORCH = [
         "_optimizer_state_dict_post_hooks",
         "states of all owners",
     ),
-    Seam(
-        torch.distributed.distributed_c10d, "_coalescing_manager", "async_ops", "native: one launch of NCCL for a unit"
-    ),
+    Seam(torch.distributed.ProcessGroup, "_start_coalescing", "", "native: one launch of NCCL for a unit"),
+    Seam(torch.distributed.ProcessGroup, "_end_coalescing", "", "the same"),
     Seam(torch.distributed.distributed_c10d, "_new_process_group_helper", "group_name: GroupName", "new_group_among"),
     Seam(
         torch.distributed.distributed_c10d,

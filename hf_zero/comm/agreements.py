@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_zero.comm import torch_groups
 from hf_zero.comm.beside.progress import counts_of
-from hf_zero.comm.beside.roll_call import missing
+from hf_zero.comm.beside.roll_call import ended, missing
 from hf_zero.comm.beside.watch import Watch
 from hf_zero.comm.exchange import Exchange, InFlight, Work, is_late, named
 from hf_zero.comm.groups import Axis
@@ -265,9 +265,13 @@ class Agreements:
         try:
             work = call()
         except RuntimeError as error:
-            raise named(error, description, None, self.timeout_s) from error
+            raise self._failed_to_start(error, description) from error
         assert work is not None, "this rank is not in the group"
         return work
+
+    def _failed_to_start(self, error: RuntimeError, description: str) -> CollectiveError:
+        """What to raise where an exchange cannot begin, which names the ranks whose loss may be why: torch does not tell."""
+        return named(error, description, ended(self.axis.processes) or None, self.timeout_s)
 
     def _exchange(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_zero.comm import torch_groups
 from hf_zero.comm.agreements import Agreements
 from hf_zero.comm.copies import copies_of
-from hf_zero.comm.exchange import Exchange, Work, named
+from hf_zero.comm.exchange import Exchange, Work
 from hf_zero.layout import RowLayout
 
 _PACKED_BYTES = 64 * 2**10  # a message costs more than copying this, and being copied from it
@@ -223,11 +223,11 @@ class Collectives(Agreements, RowCollectives):
         if not self.coalesces or not calls:
             return [self._part(self._start(description, call)) for call in calls]
         try:
-            with torch_groups.coalesced(group) as works:
+            with torch_groups.coalesced(group, self.device) as works:
                 for call in calls:
                     call()
         except RuntimeError as error:
-            raise named(error, description, None, self.timeout_s) from error
+            raise self._failed_to_start(error, description) from error
         return [self._part(work) for work in works]
 
     def all_to_all(

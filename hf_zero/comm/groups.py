@@ -10,7 +10,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -40,6 +40,7 @@ class Axis:
         device: where the exchanged tensors live.
         timeout_s: seconds that a single exchange may take.
         ledger: counts the exchanges.
+        processes: of those other ranks that are on this one's host, once they have told each other.
     """
 
     ranks: tuple[int, ...]
@@ -51,6 +52,7 @@ class Axis:
     device: torch.device
     timeout_s: float
     ledger: Ledger
+    processes: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def over(cls, ranks: Sequence[int], device: torch.device, timeout_s: float, ledger: Ledger) -> Axis:

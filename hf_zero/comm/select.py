@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.devices import device_number
 from hf_zero.comm.exchange import InFlight
 from hf_zero.comm.groups import Axis, default_group
+from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.host.one_host import HostCollectives, connect
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
@@ -77,15 +79,19 @@ def all_collectives(ranks: Sequence[int], device: torch.device, timeout_s: float
 def _make(choice: str, axis: Axis) -> Collectives:
     pairwise, own = PairwiseCollectives(axis), zlib.crc32(choice.encode())
     number = 0 if pairwise.backend == "gloo" else device_number(axis.device)
-    told = pairwise.agree([own, number], "the choice of collectives")
-    for rank, (other, _) in enumerate(told):
+    told = pairwise.agree([own, number, host_number(), os.getpid()], "the choice of collectives")
+    for rank, (other, *_) in enumerate(told):
         if other != own:
             raise ConfigError(
                 f"rank {axis.ranks[axis.rank]} has collectives: {choice}, but rank {axis.ranks[rank]} has another choice: "
                 f"check the configuration, and the environment variable {COLLECTIVES_VARIABLE}"
             )
+    here = [
+        (rank, process) for rank, (_, _, host, process) in zip(axis.ranks, told, strict=True) if host == host_number()
+    ]
+    axis.processes.update({rank: process for rank, process in here if process != os.getpid()})
     if pairwise.backend != "gloo":
-        _refuse_shared_devices(axis, [number for _, number in told])
+        _refuse_shared_devices(axis, [number for _, number, *_ in told])
     if axis.device.type != "cpu" and pairwise.backend == "gloo":
         kind = axis.device.type
         native = dist.Backend.default_device_backend_map.get(kind, "...")

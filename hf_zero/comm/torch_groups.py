@@ -223,13 +223,18 @@ def exchanges_on(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def coalesced(group: dist.ProcessGroup) -> Iterator[list[dist.Work]]:
-    """Within: collectives of one kind on `group` are collected; at the end they start together. Yields what to wait for."""
+def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[dist.Work]]:
+    """Within: collectives on `group` are collected; at the end they start together. Yields what to wait for.
+
+    Not by torch's own manager, under which NCCL starts all of them in one call of C++: where a start fails there, since a peer
+    has gone, another error follows while the first one is under way, and ends the process before anybody has said why.
+    """
     works: list[dist.Work] = []
+    group._start_coalescing(device)
     try:
-        with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
-            yield works
+        yield works
     except BaseException:
-        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # torch would collect for ever
+        with contextlib.suppress(RuntimeError):  # of the same cause
+            group._end_coalescing(device)
         raise
-    works += manager.works
+    works.append(group._end_coalescing(device))

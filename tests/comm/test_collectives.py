@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -217,11 +218,12 @@ def _coalesced(coalesces: bool) -> tuple[list[Tensor], list[Tensor], int]:
     assert isinstance(collectives, NativeCollectives)
     launches: list[dist.ProcessGroup] = []
 
-    def count(group: dist.ProcessGroup) -> Any:
+    @contextlib.contextmanager
+    def count(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[Any]]:
         launches.append(group)
-        return coalesced(group)
+        with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:  # which gloo has
+            yield manager.works
 
-    coalesced = torch_groups.coalesced
     if coalesces:
         collectives.backend, collectives.coalesces = "nccl", True  # gloo can do it as well, but for averages
     rank, layouts = collectives.rank, _layouts(collectives.num_ranks)
@@ -407,6 +409,28 @@ def test_rank_that_is_gone_is_named_at_once() -> None:
     assert isinstance(right, RankFailure) and right.type_name == "ValueError"
 
 
+def _cannot_start() -> str:
+    collectives = _make("native")
+    if collectives.rank == 1:
+        time.sleep(0.5)  # the others look again until it has ended
+        os._exit(1)
+
+    @contextlib.contextmanager
+    def coalesced(*_: object) -> Iterator[list[Any]]:
+        yield []
+        raise RuntimeError("NCCL error: remote process exited")
+
+    with mock.patch.object(torch_groups, "coalesced", coalesced), pytest.raises(CollectiveError) as caught:
+        collectives.coalesces = True
+        collectives.gather([Rows(torch.zeros(6), RowLayout((6,), 3))], "unit")
+    return str(caught.value)
+
+
+def test_rank_whose_loss_keeps_an_exchange_from_starting_is_named_by_its_process() -> None:
+    for reply in run_ranks(_cannot_start, 3, expect_failure=True)[::2]:
+        assert "lost rank 1 in gather of 'unit'" in str(reply) and "remote process exited" in str(reply)
+
+
 def _agree() -> list[list[int]]:
     collectives = _make("pairwise")
     collectives.meet("here")
@@ -530,7 +554,7 @@ def test_one_launch_sums_tensors_of_one_dtype_as_nccl_can() -> None:
         works.append(reduce(tensor, *args, **kwargs))
 
     @contextlib.contextmanager
-    def coalesced(group: object) -> Iterator[list[Any]]:
+    def coalesced(group: object, device: torch.device) -> Iterator[list[Any]]:
         launches.append([])
         works.clear()
         yield works

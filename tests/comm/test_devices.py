@@ -28,7 +28,7 @@ def test_a_backend_that_can_gets_one_launch_of_what_is_reduced_together() -> Non
     assert not made.coalesces
 
     @contextlib.contextmanager
-    def coalesced(group: dist.ProcessGroup) -> Iterator[list[Any]]:
+    def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[list[Any]]:
         works: list[Any] = []
         yield works
         launches.append(group)

@@ -1,4 +1,4 @@
-"""Who has come to an agreement among many ranks: asked through torch's store, and only where one has failed.
+"""Who is missing, where an exchange has failed that does not tell: asked of torch's store, and of this host's processes.
 
 [Note: roll call] In such an agreement a rank hears of most others through a few, so that one that is missing leaves the others
 waiting for each other. A rank whose wait has failed closes its connections to all others, whose waits fail with it. Each then
@@ -9,7 +9,8 @@ Where nothing fails, nothing is written.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from hf_zero.comm.beside.store import Notes
 
@@ -37,3 +38,25 @@ def missing(group: str, number: int, ranks: Sequence[int], own: int, peer: int) 
     except (RuntimeError, ValueError):  # the process that keeps the store is gone, or the program's group is
         return [peer]
     return [peer] if peer in absent or not absent else absent
+
+
+def ended(processes: Mapping[int, int]) -> list[int]:
+    """The ranks whose processes have ended, or do so in a moment: their connections are closed a little earlier.
+
+    Args:
+        processes: of this host, by rank.
+    """
+    deadline = time.monotonic() + _GRACE_S
+    while not (gone := [rank for rank, process in processes.items() if not _is_alive(process)]):
+        if not processes or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return gone
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"

@@ -7,6 +7,7 @@ everywhere, means that each token sees those before it.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from hf_zero.sharding.sequence.context import IS_CAUSAL, check_name
 _OF_PACKED = (
     "packed_sequence_compatibility_function"  # older releases of transformers look at documents alone, not at places
 )
+
+_signature_of = functools.cache(inspect.signature)
 
 
 def change(changes: Changes) -> None:
@@ -42,14 +45,13 @@ def _of_all_tokens(original: Callable[..., Any], config: Any, inputs_embeds: Ten
     one = passes.sliced()
     if one is None:
         return original(config, inputs_embeds, *args, **kwargs)
-    names = ("attention_mask", "past_key_values", "position_ids", "layer_idx", "encoder_hidden_states")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = _signature_of(original).bind(config, inputs_embeds, *args, **kwargs).arguments
     if given.get("encoder_hidden_states") is not None:
         raise UsageError(f"{one.swap.key}: cross-attention cannot be sliced: leave {one.swap.key} out")
     if given.get("position_ids") is not None:
         given["position_ids"] = one.positions
-    shape = (inputs_embeds.shape[0], one.tokens.padded, 1)
-    return original(config, inputs_embeds.new_empty(1).expand(shape), **given)
+    given["inputs_embeds"] = inputs_embeds.new_empty(1).expand(inputs_embeds.shape[0], one.tokens.padded, 1)
+    return original(**given)
 
 
 def _of_all_positions(original: Callable[..., Any], mask_function: Any, position_ids: Tensor, packed: Tensor) -> Any:

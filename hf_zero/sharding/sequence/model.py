@@ -24,7 +24,8 @@ _IGNORED = -100  # a label that is no target
 _WHOLE = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
 _SLICED = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
 _UNUSED = "seq_idx"  # of packed documents, for recurrent layers alone
-_KNOWN = (*_WHOLE, *_SLICED, _UNUSED, "past_key_values", "logits_to_keep", "cache_position")
+_CACHE = ("cache", "past_key_values")  # since transformers 5.24, and before
+_KNOWN = (*_WHOLE, *_SLICED, _UNUSED, *_CACHE, "logits_to_keep", "cache_position")
 
 
 def slice_sequences(model: nn.Module, world: World) -> None:
@@ -93,11 +94,12 @@ class Slices:
         return (), sliced
 
     def _is_of_generation(self, given: dict[str, Any]) -> bool:
-        if given.get("past_key_values") is None and not given.get("use_cache"):
+        cache = next((name for name in _CACHE if given.get(name) is not None), None)
+        if cache is None and not given.get("use_cache"):
             return False
-        if torch.is_grad_enabled() and given.get("past_key_values") is not None:
+        if torch.is_grad_enabled() and cache is not None:
             raise UsageError(
-                f"{self.swap.key}: sequences cannot be sliced where past_key_values come before them: leave it out"
+                f"{self.swap.key}: sequences cannot be sliced where {cache} comes before them: leave it out"
             )
         return not torch.is_grad_enabled()
 
