@@ -70,7 +70,15 @@ def furthest(
 
 
 def alike(found: Tensor, expected: Tensor, device: torch.device) -> bool:
-    """Whether losses and norms have the same bits; on CUDA nearly, where fused AdamW rounds otherwise than on the host."""
+    """Whether losses, norms and weights have the same bits; on CUDA nearly, where fused AdamW rounds otherwise than on the host.
+
+    There, a gradient near zero may change its sign from one run to the next, and Adam's first steps are of one length
+    whatever the gradient: one weight in a thousand may be as far off as a few steps go.
+    """
     if device.type != "cuda":
         return torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
-    return torch.allclose(found, expected, rtol=0.02, atol=2e-3, equal_nan=True)
+    is_far = ~torch.isclose(found, expected, rtol=0.02, atol=2e-3, equal_nan=True)
+    return (
+        torch.allclose(found, expected, rtol=0.02, atol=0.05, equal_nan=True)
+        and int(is_far.sum()) <= len(found) // 1000
+    )

@@ -293,6 +293,7 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
         "The gradient, cut as the parameter is. A whole tensor may be assigned too: each rank keeps a copy of its rows.",
     )
 
+    @torch.inference_mode(False)  # a copy is a parameter like any other, wherever it is made
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedTensor:
         if has_torch_function_unary(self):
             return handle_torch_function(PartitionedTensor.__deepcopy__, (self,), self, memo)

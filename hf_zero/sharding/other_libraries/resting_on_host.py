@@ -4,11 +4,11 @@
   device on which modules compute.
 - `nn.Module._apply` (`model.to(device)`, `.cuda()`): buffers move, and what rests in host memory stays there, with its
   gradients. Another dtype is given to it there.
-
+  Under `torch.inference_mode()` partitioned parameters, on the host or not, stay ones that can be trained.
 - `GradScaler`, which sends its scale to where gradients are, and does not wait for it: what reads it in host memory would read
   it too early. It waits there, once a step.
 
-Nothing changes for models whose parameters rest where they compute. `hf_zero.undo()` puts the originals back.
+Nothing else changes for models whose parameters rest where they compute. `hf_zero.undo()` puts the originals back.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.changes import Changes
+from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.on_host import computes_on
 
 _changes = Changes()
@@ -65,6 +66,9 @@ def _device_of(asked: Callable[[Any], Any], model: nn.Module) -> Any:
 
 def _apply(original: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
     held: dict[str, Any] = module._parameters
+    if torch.is_inference_mode_enabled() and any(isinstance(param, Root) for param in dict.values(held)):
+        with torch.inference_mode(False):
+            return _apply(original, module, fn, *args, **kwargs)
     resting = {name: param for name, param in dict.items(held) if param is not None and computes_on(param) is not None}
     moved = {name: found for name, param in resting.items() if (found := _found_elsewhere(fn, param)) is not None}
     if not moved:

@@ -36,6 +36,7 @@ class Way:
         puts: which operands are at rest, the others plain: all, the first, or the others.
         writes_result: whether what it gives is changed in place afterwards: a view changes what it is a view of.
         in_backward: whether a backward runs meanwhile.
+        in_inference: whether the operator runs under `torch.inference_mode()`, where plain operands were made, too.
         dtype: of the samples.
     """
 
@@ -47,6 +48,7 @@ class Way:
     puts: str = "all"
     writes_result: bool = False
     in_backward: bool = False
+    in_inference: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -76,6 +78,15 @@ WAYS = {
     "result of gradients written": Way("gradient", writes_result=True),
     "in a backward": Way("gradient", in_backward=True),
     "in a backward, the first": Way("gradient", in_backward=True, puts="first"),
+    "inference": Way(in_graph=True, in_inference=True),
+    "inference, views": Way("view", in_inference=True),
+    "inference, the first": Way(in_inference=True, puts="first"),
+    "inference, the others": Way("gradient", in_inference=True, puts="others"),
+    "inference, in place": Way(in_inference=True, in_place=True),
+    "inference, in place, columns": Way("columns", in_inference=True, in_place=True),
+    "inference, in place, the others": Way(in_inference=True, in_place=True, puts="others"),
+    "inference, out, plain": Way(in_inference=True, out="plain"),
+    "inference, result written": Way(in_inference=True, writes_result=True),
     "bfloat16": Way(dtype=torch.bfloat16),
     "bfloat16, graph": Way(in_graph=True, dtype=torch.bfloat16),
     "bfloat16, in place": Way(in_place=True, dtype=torch.bfloat16),
@@ -174,7 +185,11 @@ def _outcome(op: Any, sample: Any, world: World, way: Way) -> tuple[str, str]:
 
 
 def _has_form(op: Any, sample: Any, way: Way) -> bool:
-    if way.in_graph and not way.no_grad and (op.name, op.variant_test_name) == ("sparse.mm", "reduce"):
+    if (
+        way.in_graph
+        and not (way.no_grad or way.in_inference)
+        and (op.name, op.variant_test_name) == ("sparse.mm", "reduce")
+    ):
         return False  # its backward with "amax" ends a process in which any subclass of `Tensor` sees operators
     if way.in_place and op.inplace_variant is None:
         return False
@@ -213,7 +228,10 @@ def _run(op: Any, sample: Any, way: Way, rest: Callable[[Tensor, str], Tensor]) 
         is_put = {"all": True, "none": False, "first": not tensors, "others": bool(tensors)}[way.puts]
         if is_put:
             plain = rest(_turned(plain, way.kind), way.kind)
-        made = plain.requires_grad_(way.in_graph)
+        elif way.in_inference:
+            with torch.inference_mode():
+                plain = plain.clone()
+        made = plain if plain.is_inference() else plain.requires_grad_(way.in_graph)
         tensors.append(made)
         return _shown(made, way.kind) if is_put else made
 
@@ -238,7 +256,8 @@ def _run(op: Any, sample: Any, way: Way, rest: Callable[[Tensor, str], Tensor]) 
     given: list[Any] = []
 
     def call() -> None:
-        with torch.set_grad_enabled(not (way.no_grad or way.in_backward or way.out is not None)):
+        is_recorded = not (way.no_grad or way.in_backward or way.in_inference or way.out is not None)
+        with torch.inference_mode(way.in_inference), torch.set_grad_enabled(is_recorded):
             given.append(func(subject, *args, **kwargs))
             if way.writes_result:
                 with torch.no_grad():
@@ -249,7 +268,7 @@ def _run(op: Any, sample: Any, way: Way, rest: Callable[[Tensor, str], Tensor]) 
     _InBackward.call(call) if way.in_backward else call()
     for tensor in pytree.tree_leaves(given[0]):
         assert not isinstance(tensor, DTensor) or isinstance(tensor, PartitionedTensor)
-    can_derive = way.in_graph and not way.no_grad
+    can_derive = way.in_graph and not (way.no_grad or way.in_inference)
     gradients = _gradients(given[0], tensors) if can_derive else []
     return _Run(_whole(given[0]), _whole(tensors), gradients)
 
