@@ -70,7 +70,7 @@ def furthest(
 
 
 def alike(found: Tensor, expected: Tensor, device: torch.device) -> bool:
-    """Whether losses, norms and weights have the same bits; on CUDA nearly, where fused AdamW rounds otherwise than on the host.
+    """Whether values have the same bits; on CUDA nearly, as its fused AdamW rounds otherwise than the CPU's.
 
     There, a gradient near zero may change its sign from one run to the next, and Adam's first steps are of one length
     whatever the gradient: one weight in a thousand may be as far off as a few steps go.
