@@ -690,9 +690,14 @@ def squeeze(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
+_REMAPS = (
+    ("create_causal_mask", "remap_positions_for_packed_sequence(mask_factory_function, position_ids")
+    if compare_versions("transformers", ">=", "5.24")
+    else ("packed_sequence_compatibility_function", "remap_positions_for_packed_sequence(mask_function, position_ids)")
+)
 # What transformers before 5.23 does otherwise, see `patch`.
 SINCE_5_23 = [
-    Seam(masking, "create_causal_mask", "packed_sequence_compatibility_function(", "places of all tokens"),
+    Seam(masking, _REMAPS[0], _REMAPS[1], "places of all tokens"),
     Seam(Trainer, "_run_epoch", "is_fsdp_managed_module(self.model)", "not ours: no_sync is used instead"),
     Seam(Trainer, "_save", "not self.args.should_save and not self.is_distributed_loading_by_transformers", ""),
     Seam(Trainer, "_save", "state_dict=state_dict, is_main_process=self.args.should_save", "our save_pretrained"),

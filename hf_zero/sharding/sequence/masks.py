@@ -20,9 +20,8 @@ from hf_zero.errors import UsageError
 from hf_zero.sharding.sequence import passes
 from hf_zero.sharding.sequence.context import IS_CAUSAL, check_name
 
-_OF_PACKED = (
-    "packed_sequence_compatibility_function"  # older releases of transformers look at documents alone, not at places
-)
+# Of packed documents: transformers before 5.23 looks at documents alone, not at places.
+_OF_PACKED = "remap_positions_for_packed_sequence"
 
 _signature_of = functools.cache(inspect.signature)
 
@@ -54,11 +53,11 @@ def _of_all_tokens(original: Callable[..., Any], config: Any, inputs_embeds: Ten
     return original(**given)
 
 
-def _of_all_positions(original: Callable[..., Any], mask_function: Any, position_ids: Tensor, packed: Tensor) -> Any:
+def _of_all_positions(original: Callable[..., Any], mask_function: Any, position_ids: Tensor) -> Any:
     one = passes.sliced()
     if one is not None:
-        position_ids = one.positions.expand(len(packed), -1)
-    return original(mask_function, position_ids, packed)
+        position_ids = one.positions.expand(len(position_ids), -1)
+    return original(mask_function, position_ids)
 
 
 def _refuse_blocks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
