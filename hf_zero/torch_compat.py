@@ -119,6 +119,21 @@ def dispatch_by_class(kind: type[DTensor]) -> type[DTensor]:
     return kind
 
 
+@contextlib.contextmanager
+def as_without_inference_mode() -> Iterator[None]:
+    """Within a `__torch_dispatch__` that inference mode has called: operators run as in a program's own line without it.
+
+    In that mode operators come there that are made of others. Run there again as they are, their parts would pass by what torch
+    does for conjugate and negated views. They pass by autocast: whether it is on cannot be asked there.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for name in ("Conjugate", "Negative", "ZeroTensor"):
+            excluded = excluded.remove(name)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            yield
+
+
 def step_in_lists(kind: type[Tensor]) -> None:
     """Let torch's clipping and optimizers take tensors of this type in lists (`_foreach_`), as `DTensor` lets them.
 

@@ -24,7 +24,7 @@ from hf_zero.errors import UsageError
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator of torch of which some operands are at rest."""
     if torch.is_inference_mode_enabled() and not any(t.is_inference() for t in _written(func, args, kwargs)):
-        with torch.inference_mode(False), torch.no_grad():
+        with torch_compat.as_without_inference_mode():
             return func(*args, **kwargs)
     operands = _tensors_in((*args, *kwargs.values()))
     if any(isinstance(t, DTensor) and not isinstance(t, AtRest) for t in operands):
