@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.modules.float32 import find_modules
 from hf_zero.engine.modules.hooks import Hook
-from hf_zero.engine.units.reading import tensors_in
+
+_OTHERS = (bool, int, float, str, type(None))  # most often, and torch's trees cost more than the rest of a call's hook
 
 
 class CastInputs:
@@ -47,7 +48,7 @@ class CastInputs:
         """The inputs of a call as they are to be; None if they stay as they are."""
         if self._dtype is None or module in self._kept:
             return None
-        if not any(self._is_cast(tensor) for tensor in tensors_in((args, kwargs))):
+        if not _any(self._is_cast, (args, kwargs)):
             return None
         found: tuple[Any, Any] = _map_tensors(lambda x: x.to(self._dtype) if self._is_cast(x) else x, (args, kwargs))
         return found
@@ -55,6 +56,25 @@ class CastInputs:
     def _is_cast(self, tensor: Tensor) -> bool:
         is_other = tensor.is_floating_point() and tensor.dtype != self._dtype
         return is_other and not torch.is_autocast_enabled(tensor.device.type)
+
+
+def _any(holds: Callable[[Tensor], bool], tree: Any) -> bool:
+    """Whether it holds for any tensor that `_map_tensors` would change."""
+    kind = type(tree)
+    if kind is Tensor:
+        return holds(tree)
+    if kind in (tuple, list, dict):
+        return any(each is not None and _any(holds, each) for each in (tree.values() if kind is dict else tree))
+    if kind in _OTHERS:
+        return False
+    if isinstance(tree, Tensor):
+        return holds(tree)
+    if isinstance(tree, PackedSequence):
+        return holds(tree.data)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return any(_any(holds, getattr(tree, field.name)) for field in dataclasses.fields(tree) if field.init)
+    leaves = pytree.tree_leaves(tree)
+    return not (len(leaves) == 1 and leaves[0] is tree) and _any(holds, leaves)
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import hf_zero as zero
+from hf_zero.engine.modules import inputs as inputs_of_calls
 from tests.ranks import on_ranks
 
 BF16 = torch.bfloat16
@@ -109,6 +112,52 @@ def test_inputs_are_cast_in_every_container(stage: int, exchange: str, prefetch:
         found = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
         mean = torch.stack([gradients[name] for _, gradients in wanted]).mean(0)
         torch.testing.assert_close(found, mean, rtol=1e-6, atol=1e-7, msg=name)
+
+
+class Pair(NamedTuple):
+    """One that torch's trees know."""
+
+    x: Tensor
+    other: int
+
+
+class Own:
+    """What nobody looks into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    "contain",
+    [
+        lambda x: x,
+        lambda x: nn.Parameter(x),
+        lambda x: (None, [x]),
+        lambda x: {"a": [x, 1], "b": "c"},
+        lambda x: OrderedDict(a=x),
+        lambda x: Pair(x, 3),
+        lambda x: {"a": Sample(torch.arange(3), x)},
+        lambda x: pack_padded_sequence(x, torch.tensor([2, 1]), batch_first=True),
+        lambda x: [Own(x)],
+    ],
+)
+def test_a_container_is_looked_into_where_it_would_be_changed(contain: Callable[[Tensor], Any]) -> None:
+    given = contain(torch.randn(2, 3, 4))
+    changed: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        if is_float(tensor):
+            changed.append(tensor)
+        return tensor
+
+    inputs_of_calls._map_tensors(change, (given,))
+    assert inputs_of_calls._any(is_float, (given,)) is bool(changed)
+    assert inputs_of_calls._any(lambda tensor: False, (given,)) is False
+
+
+def is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()
 
 
 class Packed(nn.Module):
