@@ -4,10 +4,13 @@ The everyday suite has to stay below twelve minutes on two cores, whatever is ad
 """
 
 SLOW_CASES = {
+    "architectures/test_architectures.py::test_everyday_type_does_not_depend_on_what_is_installed",
     "checkpoint/files/test_manifest.py::test_damaged_checkpoint_is_refused_on_all_ranks_before_anything_changes[weights]",
     "checkpoint/test_commit.py::test_a_whole_checkpoint_is_found_after_death_at_every_change[first]",
     "checkpoint/test_commit.py::test_a_whole_checkpoint_is_found_after_death_at_every_change[later]",
     "checkpoint/test_commit.py::test_death_in_the_save_after_a_death_leaves_a_whole_checkpoint",
+    "cli/test_plan.py::test_sequences_that_ranks_share_are_longer[cp4]",
+    "cli/test_plan.py::test_sequences_that_ranks_share_are_longer[sp2 x cp2]",
     "comm/beside/test_watch.py::test_who_has_not_come_is_named_once[units1-expected1]",
     "comm/beside/test_watch.py::test_who_has_not_come_is_named_once[units2-expected2]",
     "comm/test_ledger.py::test_bf16_gathers_two_bytes_an_element_and_reduces_two_or_four[3]",

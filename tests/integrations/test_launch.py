@@ -135,7 +135,7 @@ def test_importing_hf_zero_switches_on_what_the_environment_names(place: str, tm
     (tmp_path / "script.py").write_text(script)
     environment = {**ENVIRONMENT, "HF_ZERO_CONFIG": '{"stage": 3}'}
     result = subprocess.run(
-        [sys.executable, "script.py", "out"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "script.py", "out"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     if place == "top":
         assert "hf_zero: stage 3, world size 1, exchange none (one process)" in result.stderr, result.stderr
