@@ -79,17 +79,17 @@ def all_collectives(ranks: Sequence[int], device: torch.device, timeout_s: float
 def _make(choice: str, axis: Axis) -> Collectives:
     pairwise, own = PairwiseCollectives(axis), zlib.crc32(choice.encode())
     number = 0 if pairwise.backend == "gloo" else device_number(axis.device)
-    told = pairwise.agree([own, number, host_number(), os.getpid()], "the choice of collectives")
+    place = (host_number(), os.getpid())
+    told = pairwise.agree([own, number, *place], "the choice of collectives")
     for rank, (other, *_) in enumerate(told):
         if other != own:
             raise ConfigError(
                 f"rank {axis.ranks[axis.rank]} has collectives: {choice}, but rank {axis.ranks[rank]} has another choice: "
                 f"check the configuration, and the environment variable {COLLECTIVES_VARIABLE}"
             )
-    here = [
-        (rank, process) for rank, (_, _, host, process) in zip(axis.ranks, told, strict=True) if host == host_number()
-    ]
-    axis.processes.update({rank: process for rank, process in here if process != os.getpid()})
+    for rank, (_, _, host, process) in zip(axis.ranks, told, strict=True):
+        if host == place[0] and process != place[1]:
+            axis.processes[rank] = process
     if pairwise.backend != "gloo":
         _refuse_shared_devices(axis, [number for _, number, *_ in told])
     if axis.device.type != "cpu" and pairwise.backend == "gloo":

@@ -21,6 +21,30 @@ from hf_zero.errors import ConfigError
 from tests.ranks import on_ranks
 
 
+@pytest.mark.parametrize("end_raises", [False, True])
+def test_what_is_collected_ends_once_and_its_first_error_is_told(end_raises: bool) -> None:
+    told: list[object] = []
+
+    def end(device: torch.device) -> str:
+        told.append(("end", device.type))
+        if end_raises:
+            raise RuntimeError("of the end")
+        return "work"
+
+    group: Any = types.SimpleNamespace(
+        _start_coalescing=lambda device: told.append(("start", device.type)), _end_coalescing=end
+    )
+    if not end_raises:
+        with torch_groups.coalesced(group, torch.device("cpu")) as works:
+            told.append("collective")
+        assert works == ["work"]
+        assert told == [("start", "cpu"), "collective", ("end", "cpu")]
+    told.clear()
+    with pytest.raises(RuntimeError, match="of a start"), torch_groups.coalesced(group, torch.device("cpu")):
+        raise RuntimeError("of a start")
+    assert told == [("start", "cpu"), ("end", "cpu")]
+
+
 @on_ranks(2)
 def test_a_backend_that_can_gets_one_launch_of_what_is_reduced_together() -> None:
     ranks, launches = [rank for (rank,) in cells_of(None, 1)[0]], []

@@ -45,6 +45,7 @@ _USES: dict[str, Callable[[Any], list[Tensor]]] = {
         model[0].weight.norm(),
         _INPUTS @ model[0].weight.T,
     ],
+    "parts that are conjugate": lambda model: [torch.fft.hfftn(model[0].weight)],
     "vector": lambda model: [nn.utils.parameters_to_vector(model.parameters())],
     "numbers": lambda model: [torch.tensor(model[2].weight.reshape(-1)[3:5].tolist())],
     "called": lambda model: [torch.func.functional_call(model, dict(model.named_parameters()), (_INPUTS,))],
