@@ -20,13 +20,11 @@ from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
 from hf_zero.engine.modules.hooks import Hook, ModuleHooks
 from hf_zero.engine.modules.inputs import CastInputs
 from hf_zero.engine.modules.state_dict import CutStateDict
-from hf_zero.engine.parameters.experts import Computed
 from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, set_owner
-from hf_zero.engine.parameters.quantised import as_shown, is_quantised
+from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, gathered
-from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
@@ -35,14 +33,14 @@ from hf_zero.engine.tiles.model import tile
 from hf_zero.engine.units.as_partitioned import AsPartitioned
 from hf_zero.engine.units.call import Entry
 from hf_zero.engine.units.gathering import Gathering
-from hf_zero.engine.units.grouping import FoundParameter, find_parameters, group, roots_of
+from hf_zero.engine.units.grouping import find_parameters, group, roots_of
 from hf_zero.engine.units.keeping import note_failure
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, refuse_pickling, tensors_in
 from hf_zero.engine.units.served import ServedParameters
 from hf_zero.engine.units.under_way import CountedCalls, has_raised, is_peeked_at
 from hf_zero.engine.units.unit import Unit
-from hf_zero.errors import ZeroError
+from hf_zero.errors import UsageError, ZeroError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class ZeroEngine:
         self._unit_of: dict[int, Unit] = {}
         with torch.inference_mode(False):
             kept = kept_parameters(model, world.config)
-            self.parameters = [self._known(found, found.param in kept) for found in find_parameters(model)]
+            self.parameters = [found.record(world, found.param in kept) for found in find_parameters(model)]
             self._by_param = {id(p.param): p for p in self.parameters}
             offload_parameters(self.parameters, world)
             self.gathering = Gathering(world, self.parameters)
@@ -93,22 +91,6 @@ class ZeroEngine:
         model.__dict__["_zero_engine"] = self
 
     # --- building -----------------------------------------------------------------------------------------------
-
-    def _known(self, found: FoundParameter, keeps_float32: bool) -> ZeroParameter:
-        param, world = found.param, self.world
-        made_in = getattr(param, "_zero_made_in", param.dtype)
-        return ZeroParameter(
-            name=found.names[0],
-            param=param,
-            holders=[(weakref.ref(module), name) for module, name in found.locations],
-            layout=world.layout_of(param),
-            rank=world.shard_rank,
-            computed=Computed.by(found.locations, param, world),
-            compute_dtype=param.dtype if is_quantised(param) else world.precision.compute_for(made_in, keeps_float32),
-            averages=world.config.gradient_reduction == "mean",
-            aliases=found.names[1:],
-            seen=Seen.by(found.locations, param, world),
-        )
 
     def _is_plain(self) -> bool:
         """Whether the modules can compute with the parameters as they are at rest."""
@@ -226,9 +208,13 @@ class ZeroEngine:
             return None
         if forwards.modules and not forwards.are_alive(module):
             self._abandon_forward()
+        is_alone = self.gathering.begins_alone()
         forwards.begin(module)
         if len(forwards.modules) > 1 or torch_compat.in_backward():
             return None
+        if is_alone:
+            return self._begin_alone(module)
+        self.gathering.alone.forget()
         self.backward.recover()
         model = self._model()
         if model is not None and self._has_changed(module, model):
@@ -245,6 +231,17 @@ class ZeroEngine:
         kind = "forward" if torch.is_grad_enabled() else "inference"
         self.gathering.schedule.begin(kind if module is model else f"{kind} of {id(module)}")
         return None
+
+    def _begin_alone(self, module: nn.Module) -> None:
+        model = self._model()
+        if model is not None and self._has_changed(module, model):
+            self._forwards.modules.clear()
+            raise UsageError(
+                "one rank alone runs a model that has got other parameters or dtypes: let all ranks run it once"
+            )
+        for entry in self.backward.entries:
+            entry.reset()
+        self.gathering.alone.begin()
 
     def _has_changed(self, module: nn.Module, model: nn.Module) -> bool:
         # An evaluation of plain parameters computes with them as they are now.
@@ -274,6 +271,8 @@ class ZeroEngine:
         self._forwards.modules.pop()
         if self._forwards.modules or torch_compat.in_backward():
             return
+        if self.gathering.alone.is_under_way:
+            return self.gathering.alone.end(has_raised(output))
         self.gathering.end_reads(has_raised(output))
         self.gathering.end_forward()
         if output is None:
@@ -290,6 +289,7 @@ class ZeroEngine:
     def _abandon_forward(self) -> None:
         """Forget a forward that never came to its end."""
         self._forwards.modules.clear()
+        self.gathering.alone.end(has_failed=True)
         self.gathering.reads.clear()
         self.gathering.end_forward()
         self.gathering.schedule.abandon()
@@ -310,6 +310,8 @@ class ZeroEngine:
             return param
         if is_traced := self._is_traced(p):
             p.computed.refuse_part(f"{p.name!r} is read outside its module's call")
+        if self.gathering.alone.is_under_way:
+            return self.gathering.alone.read(p)
         self.gathering.keep_written_reads()
         known = self.gathering.reads.find(p, is_traced)
         if known is None:

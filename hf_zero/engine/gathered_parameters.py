@@ -187,9 +187,7 @@ class GatheredParameters:
         _forget(items)
         if kind is not None:
             return  # the ranks may have left at different points, so nothing is written back
-        for engine in live_engines():
-            if any(engine.find(item.param) for item in items):
-                engine.gathering.changes.begun += 1  # what is read alone is from before, or from after
+        self._note_change(items)
         with torch.no_grad():
             changed = [item.param for item in items if self._write_back(item) or item.is_changed]
             for param, world in plain:
@@ -197,6 +195,12 @@ class GatheredParameters:
                 world.broadcast(param.data, "whole parameters", self._modifier_rank)
         for engine in live_engines():
             engine.on_rows_changed(p for p in map(engine.find, changed) if p is not None)
+
+    def _note_change(self, items: list[_Gathered]) -> None:
+        """Values may be about to change: what is read alone is from before, or from after."""
+        for engine in live_engines():
+            if any(engine.find(item.param) for item in items):
+                engine.gathering.changes.begun += 1
 
     def _write_back(self, item: _Gathered) -> bool:
         """Keep this rank's rows of what has changed; whether anything has, on any rank."""
@@ -252,6 +256,9 @@ class GatheredAlone(GatheredParameters):
     def _gather(self, param: nn.Parameter) -> Tensor:
         assert isinstance(param, DTensor)
         return param.full_tensor()
+
+    def _note_change(self, items: list[_Gathered]) -> None:
+        """There is none: the others would give nothing any more to a rank that had changed the model alone."""
 
     def _write_back(self, item: _Gathered) -> bool:
         is_same_shape = item.whole.shape == item.param.shape

@@ -33,6 +33,18 @@ def _of_host(num_sharing: int) -> int | None:
     return max(0, available // num_sharing - (peak - now))
 
 
+def free_bytes(device: torch.device, num_sharing: int) -> int:
+    """Memory that is free now for this rank; 0 if nobody knows.
+
+    Args:
+        device: of the rank.
+        num_sharing: processes that share the host's memory.
+    """
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    return (available_bytes() or 0) // num_sharing
+
+
 def _resident() -> tuple[int, int] | None:
     """Bytes of this process in memory: the most at a time so far, and now."""
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):

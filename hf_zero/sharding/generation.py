@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,23 +14,23 @@ from hf_zero.checkpoint.export import world_of_model
 from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
+from hf_zero.host.room import free_bytes
 from hf_zero.sharding.sequence.passes import whole_sequences
 
 # A rank that has nobody to gather with must not find out only after `timeout_s`, which is made for slow exchanges. Ranks
 # are further apart here than in an exchange: one may have written a file, or scored what was generated before.
 _LATEST_S = 30.0
-_MEMINFO = Path("/proc/meminfo")
 
 
 def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`generate`; all ranks call it, unless their parameters are whole anyway.
+    """`generate`; all ranks call it, or one alone while the others have gone on: see [Note: a forward alone].
 
     Where memory allows (`gather_for_generation`), parameters are gathered once for all tokens, and each rank generates by
     itself. Otherwise, and where ranks send each other tokens for their experts, they are gathered for every token, and every
     rank goes on until all have finished; a `generate` that is not transformers' has to make as many tokens on every rank then.
 
     Raises:
-        CollectiveError: a rank has not called it.
+        CollectiveError: a rank has neither called it nor gone on.
     """
     with whole_sequences():
         return _generate(self, *args, **kwargs)
@@ -48,10 +45,15 @@ def _generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     assert world is not None
     takes_it = _is_of_transformers(self)
+    by_itself = kwargs | {"synced_gpus": False} if takes_it else kwargs
+    engine = _engine_with(self)
+    if engine is not None and engine.gathering.alone.begins("generate"):
+        return original(self, *args, **by_itself)
     if shares_experts or not _gathers_once(self, world):
-        return original(self, *args, **(kwargs | {"synced_gpus": True} if takes_it else kwargs))
+        with contextlib.nullcontext() if engine is None else engine.gathering.alone.all_together():
+            return original(self, *args, **(kwargs | {"synced_gpus": True} if takes_it else kwargs))
     with _whole(self):
-        return original(self, *args, **(kwargs | {"synced_gpus": False} if takes_it else kwargs))
+        return original(self, *args, **by_itself)
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -78,13 +80,14 @@ def _is_whole(model: nn.Module) -> bool:
 def _gathers_once(model: nn.Module, world: World) -> bool:
     """Meet the other ranks, and decide with them."""
     wanted = world.config.gather_for_generation
-    free = _free_bytes(world) // 2 if wanted == "auto" else 0
+    free = free_bytes(world.device, world.num_sharing_memory) // 2 if wanted == "auto" else 0
     try:
         world.meet("generate", min(_LATEST_S, world.limit_s))
     except CollectiveError as error:
         raise CollectiveError(
-            f"{error} In stage 3 every rank must call generate. For a sample on one rank alone, let all ranks enter "
-            "`with zero.GatheredParameters(model):`, and generate on one of them inside."
+            f"{error} In stage 3 every rank must call generate before the model's first forward, or over a sequence, tensor or "
+            "expert axis. For a sample on one rank alone, let all ranks enter `with zero.GatheredParameters(model):`, and "
+            "generate on one of them inside."
         ) from error
     if isinstance(wanted, bool):
         return wanted
@@ -94,15 +97,6 @@ def _gathers_once(model: nn.Module, world: World) -> bool:
         return sum(unit.buffer_nbytes for unit in engine.units if unit.is_releasable) <= budget
     compute = world.precision.compute_for
     return sum(param.numel() * compute(param.dtype).itemsize for param in model.parameters()) <= budget
-
-
-def _free_bytes(world: World) -> int:
-    """Memory that is free for this rank."""
-    if world.device.type != "cpu":
-        return int(torch.get_device_module(world.device).mem_get_info(world.device)[0])
-    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else []
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", world.num_ranks))
 
 
 @contextlib.contextmanager

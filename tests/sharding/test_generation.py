@@ -146,12 +146,25 @@ def test_adapted_model_generates_as_plain() -> None:
     assert torch.equal(generated(model, length), generated(plain, length))
 
 
-@on_ranks(2)
-def test_a_rank_that_generates_alone_is_told_what_to_do() -> None:
-    _, model, _ = make_pair(timeout_s=SHORT_S)
+@on_ranks(2, choice=["auto", False])
+def test_a_rank_generates_alone_while_the_others_have_gone_on(choice: Any) -> None:
+    plain, model, engine = make_pair(gather_for_generation=choice)
+    CASE.loss(model, CASE.batch(0, dist.get_rank()))
     dist.barrier()
     if dist.get_rank() == 0:
-        with pytest.raises(zero.CollectiveError, match=r"(?s)(?=.*generate)(?=.*rank 1).*GatheredParameters\(model\)"):
+        before = gathers(engine)
+        assert torch.equal(generated(model), generated(plain))
+        assert gathers(engine) == before
+    dist.barrier()
+    assert torch.equal(generated(model), generated(plain))
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_others_in_generate_is_told_what_to_do() -> None:
+    _, model, _ = make_pair(timeout_s=SHORT_S)
+    dist.barrier()
+    if dist.get_rank() == 0:  # the other has not gone on, as far as it tells
+        with pytest.raises(zero.CollectiveError, match=r"(?s)(?=.*generate)(?=.*rank 1)"):
             generated(model)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.units.call import Call, Entry
+from hf_zero.engine.units.forward_alone import CallAlone
 from hf_zero.engine.units.reading import connected, replace_tensors, tensors_in
 from hf_zero.engine.units.saved import SavedWeights
 from hf_zero.engine.units.under_way import has_raised
@@ -86,6 +87,13 @@ class ModuleHooks:
         entry.stack.append(None)  # before anything can raise: the forward hook pops it in any case
         if backward is None or entry.is_closed or is_inside or self._is_gathered_elsewhere():
             return None  # recomputed inside its own backward, or called from within itself: the tensors are in place
+        alone = backward.gathering.alone
+        is_outermost = backward.gathering.begins_alone()
+        if is_outermost:
+            alone.begin()
+        if alone.is_under_way:
+            entry.stack[-1] = (CallAlone(alone, [p for unit in entry.units for p in unit.parameters], is_outermost), [])
+            return None
         backward.recover_if_dead()
         backward.gathering.begin_read()
         call = Call(entry)
@@ -127,6 +135,9 @@ class ModuleHooks:
         if top is None or backward is None:
             return None
         call, tensors = top
+        if isinstance(call, CallAlone):
+            call.end(has_raised(output))
+            return None
         written = call.end_forward()
         if not has_raised(output):
             check_numpy(call.units, written)

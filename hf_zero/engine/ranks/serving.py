@@ -137,6 +137,11 @@ class Serving(Offers):
         is_outside = self._peers is not None and not torch_compat.in_backward()
         return is_outside and self.are_at_rest
 
+    @property
+    def place(self) -> object:
+        """Where this rank is in the program: the same as before, as long as it has begun nothing together with others."""
+        return self._here()
+
     def _here(self, what: str = "", on: str = "") -> _Place:
         return _Place(progress(), self._num_met, self.version, what, on)
 
@@ -176,7 +181,8 @@ class Serving(Offers):
         assert self._peers is not None
         others = self._peers.others
         began = asked = time.monotonic()
-        pause_s, count = _SHORTEST_S, notes.count(here.key, 1)
+        pause_s = _SHORTEST_S * max(1.0, len(others) / FEW_RANKS)  # one store answers all of them
+        count = notes.count(here.key, 1)
         while count <= len(others):
             now = time.monotonic()
             if now > asked + _ASKS_AFTER_S:
@@ -191,7 +197,7 @@ class Serving(Offers):
                     absent = [rank for rank, how in seen.items() if how is _Seen.BEHIND]
                     raise named(RuntimeError("timed out"), here.what, absent or None, self._timeout_s)
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_S)
+            pause_s = min(1.5 * pause_s, max(pause_s, _LONGEST_S))
             count = notes.count(here.key, 0)
         return True
 
@@ -207,11 +213,18 @@ class Serving(Offers):
     def seen_from(self, place: _Place) -> _Seen:
         """This rank, as seen by one that is at a place; called by the service."""
         waits_at = self._waits_at
-        if self._has_left(place):
+        if self._has_left(place) or self._is_alone_beside(place):
             return _Seen.PAST
         if waits_at is None or waits_at.num_met < place.num_met:
             return _Seen.BEHIND
         return _Seen.THERE if waits_at.key == place.key else _Seen.PAST
+
+    def _is_alone_beside(self, place: _Place) -> bool:
+        """Whether this rank, too, does alone what begins at a place, since a third one has passed it."""
+        own = self._alone_at
+        if own is None or own.num_met != place.num_met or not self._is_alone_at(self._here()):
+            return False
+        return not is_ahead(own.reached, place.reached) and not is_ahead(place.reached, own.reached)
 
     def _has_left(self, place: _Place) -> bool:
         """Whether this rank has done all that comes before a place, and begun what comes after it."""

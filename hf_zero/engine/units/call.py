@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.units.forward_alone import CallAlone
 from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.engine.units.residency import Lease
 from hf_zero.engine.units.saved import SavedWeights
@@ -43,7 +44,7 @@ class Entry:
         self.units = units
         self.reads_in_backward = reads_in_backward(module)
         self.backward_call: Call | None = None
-        self.stack: list[tuple[Call, list[Tensor]] | None] = []
+        self.stack: list[tuple[Call | CallAlone, list[Tensor]] | None] = []
         self.is_closed = False
         self.others: list[weakref.ref[nn.Module]] = []
 
@@ -56,7 +57,7 @@ class Entry:
         """Forget calls that never came to their end."""
         for top in self.stack:
             if top is not None:
-                top[0].end_forward()
+                top[0].end() if isinstance(top[0], CallAlone) else top[0].end_forward()
         self.stack.clear()
         self.backward_call = None
 

@@ -16,6 +16,7 @@ from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry
+from hf_zero.engine.units.forward_alone import ForwardsAlone
 from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose
 from hf_zero.engine.units.memory import GatheredMemory
@@ -48,6 +49,7 @@ class Gathering:
         is_refreshed: plain parameters have been cast again for the forward under way, see `Unit.refresh`.
         num_steps: optimizer steps so far; the same on every rank.
         reads: what was read outside its call, in the running pass.
+        alone: forwards that this rank computes alone.
         changes: counts steps and edits by hand, before rows change.
         settled: on a device, passes when the last step or edit has been done; None before the first, or on the CPU.
     """
@@ -60,6 +62,7 @@ class Gathering:
         self.before_wait: Callable[[], None] | None = None
         self.budget, self.kept = Budget(world), Kept()
         self.reads = Reads()
+        self.alone = ForwardsAlone(world, parameters)
         self.is_refreshed = world.partitions
         self.num_steps = 0
         self.changes = ChangeCount()
@@ -91,6 +94,14 @@ class Gathering:
             if not unit.keeps_whole:
                 self._prefetch(coming)
         call.hold()
+
+    def begins_alone(self) -> bool:
+        """Whether a forward that is about to begin, the outermost one, is this rank's alone: see [Note: a forward alone]."""
+        if torch.is_grad_enabled() or self.alone.is_under_way:
+            return False
+        units = [unit for unit in self.units if not unit.is_whole_elsewhere]
+        needs_others = any(unit.comes_and_goes or unit.residency is Residency.RELEASED for unit in units)
+        return (needs_others or bool(units and self._edited)) and self.alone.begins()
 
     def tell_of_wait(self) -> None:
         """All ranks are about to wait for each other, for a gather: what they reduce before that is begun first."""

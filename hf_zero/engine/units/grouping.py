@@ -11,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config.zero_config import UnitGrouping
-from hf_zero.engine.parameters.experts import is_of_experts
-from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class
-from hf_zero.engine.parameters.records import at_rest_id
+from hf_zero.engine.parameters.experts import Computed, is_of_experts
+from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_quantised
+from hf_zero.engine.parameters.records import ZeroParameter, at_rest_id
+from hf_zero.engine.parameters.tensor_axis import Seen
+from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,28 @@ class FoundParameter:
     param: nn.Parameter
     names: list[str] = field(default_factory=list)
     locations: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def record(self, world: World, keeps_float32: bool) -> ZeroParameter:
+        """What an engine knows of it.
+
+        Args:
+            world: the ranks over which it is cut.
+            keeps_float32: modules compute with it in float32, whatever the compute dtype.
+        """
+        param = self.param
+        made_in = getattr(param, "_zero_made_in", param.dtype)
+        return ZeroParameter(
+            name=self.names[0],
+            param=param,
+            holders=[(weakref.ref(module), name) for module, name in self.locations],
+            layout=world.layout_of(param),
+            rank=world.shard_rank,
+            computed=Computed.by(self.locations, param, world),
+            compute_dtype=param.dtype if is_quantised(param) else world.precision.compute_for(made_in, keeps_float32),
+            averages=world.config.gradient_reduction == "mean",
+            aliases=self.names[1:],
+            seen=Seen.by(self.locations, param, world),
+        )
 
 
 def find_parameters(model: nn.Module) -> list[FoundParameter]:

@@ -44,9 +44,9 @@ class ServedParameters:
 
     @property
     def is_at_rest(self) -> bool:
-        """See `Served`."""
+        """See `Served`. A forward that this rank computes alone waits for nobody."""
         engine = self._engine()
-        return engine is None or engine.is_at_rest
+        return engine is None or engine.is_at_rest or self._gathering.alone.is_under_way
 
     @property
     def changes(self) -> ChangeCount:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.comm.beside.progress import progress
+from hf_zero.engine.gathered_parameters import GatheredAlone
 from tests.engine.twins import EXCHANGES, SHARDED, Twins, sgd
 from tests.ranks import on_ranks
 
@@ -103,6 +104,21 @@ def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> 
         found: list[object] = [None] * everyone.num_ranks
         dist.all_gather_object(found, (progress(), twins.engine.world.serving.version))
         assert all(each == found[0] for each in found)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_what_one_rank_opens_alone_to_read_it_is_no_change(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    if dist.get_rank() == 0:
+        before = twins.engine.world.serving.version
+        with GatheredAlone(twins.model):
+            torch.testing.assert_close(twins.model.head.weight.data, twins.reference.head.weight.data)
+        assert twins.engine.world.serving.version == before
+    twins.step()
+    if dist.get_rank() == 0:
+        _check(twins)  # for which the others are no step ahead
+    dist.barrier()
 
 
 @on_ranks(2, stage=SHARDED)

@@ -102,6 +102,14 @@ def _asked(root: Root, are_together: dict[int, bool]) -> Tensor:
     world, cut = root.held
     if are_together[world.number]:
         return world.gather_parameter(root.rows, cut, "whole parameters")
+    return ask_alone(root)
+
+
+def ask_alone(root: Root) -> Tensor:
+    """The whole of a tensor at rest, in memory of its own, on a rank whose peers have gone on; errors as of `whole_of`."""
+    world, cut = root.held
+    if not root.is_cut:
+        return root.rows.clone()
     try:
         return world.serving.whole(_known_to_all(root), root.rows, cut.rows)
     except ChangedAloneError:

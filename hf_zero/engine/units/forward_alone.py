@@ -1,0 +1,163 @@
+"""Forwards without gradients that one rank computes alone, as of a validation behind `if is_main_process`.
+
+[Note: a forward alone] In stage 3 a forward needs rows of every rank. Before one without gradients ranks meet, as before what
+reads parameters at rest (see [Note: alone]). Where some have gone on, those that come compute it alone: each parameter is asked
+for as its module is called, and put there beside the units, which stay as the other ranks have theirs: they gather alike
+again, once all come. Whole tensors stay for the next such forward while nothing has been begun together, as far as
+`gather_for_generation` has room for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.parameters.at_rest.rule import ask_alone
+from hf_zero.engine.parameters.quantised import as_shown
+from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.parameters.whole import num_writes
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import UsageError
+from hf_zero.host.room import free_bytes
+
+
+class ForwardsAlone:
+    """Those of one model.
+
+    Args:
+        world: the ranks.
+        parameters: all of the model.
+
+    Attributes:
+        is_under_way: one is.
+    """
+
+    def __init__(self, world: World, parameters: Sequence[ZeroParameter]) -> None:
+        self.is_under_way = False
+        self._world, self._parameters = world, parameters
+        self._wholes: dict[ZeroParameter, Tensor] = {}
+        self._are_of: object = None  # the place in the program
+        self._keeps = False
+        self._read: dict[ZeroParameter, tuple[Tensor, int]] = {}  # outside of calls, with the writes before
+        self._are_together = 0
+
+    # --- whether it is one --------------------------------------------------------------------------------------
+
+    def begins(self, what: str = "a forward without gradients") -> bool:
+        """Whether what is about to begin is this rank's alone: others have gone on. Those that come are asked to say so.
+
+        Raises:
+            CollectiveError: a rank has neither come nor gone on in time, or is gone.
+        """
+        world = self._world
+        is_possible = world.tensor.num_ranks == world.sequence.num_ranks == world.experts.num_ranks == 1
+        if not is_possible or self._are_together or not world.serving.can_be_alone:
+            return False
+        return not world.serving.all_come(what, str(world.serving.number_of(self._parameters[0].param)))
+
+    @contextlib.contextmanager
+    def all_together(self) -> Iterator[None]:
+        """Within: all ranks have met, and run the same forwards."""
+        self._are_together += 1
+        try:
+            yield
+        finally:
+            self._are_together -= 1
+
+    # --- from its beginning to its end --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """One begins."""
+        self.is_under_way = True
+        place = self._world.serving.place
+        if place != self._are_of:
+            self._wholes.clear()
+            self._are_of, self._keeps = place, self._has_room()
+
+    def _has_room(self) -> bool:
+        wanted = self._world.config.gather_for_generation
+        if isinstance(wanted, bool):
+            return wanted
+        budget = free_bytes(self._world.device, self._world.num_sharing_memory) // 2 if wanted == "auto" else wanted
+        return sum(p.whole_nbytes for p in self._parameters) <= budget
+
+    def end(self, has_failed: bool = False) -> None:
+        """It has ended."""
+        self.is_under_way = False
+        read, self._read = self._read, {}
+        check_nothing_written([p for p, (seen, before) in read.items() if num_writes(seen) != before], has_failed)
+
+    def forget(self) -> None:
+        """All ranks go on together: memory that was kept is free."""
+        self._wholes.clear()
+        self._are_of = None
+
+    # --- whole tensors ------------------------------------------------------------------------------------------
+
+    def read(self, p: ZeroParameter) -> Tensor:
+        """What modules see of a parameter that is read outside of its module's call."""
+        if p not in self._read:
+            seen = self.seen(p)
+            self._read[p] = seen, num_writes(seen)
+        return self._read[p][0]
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def seen(self, p: ZeroParameter) -> Tensor:
+        """What modules see of a whole parameter, in memory that is not the engine's."""
+        found = self._wholes.get(p)
+        if found is None:
+            whole = ask_alone(p.param) if isinstance(p.param, Root) else p.local.clone()
+            found = as_dtype(whole.to(self._world.device), p.compute_dtype)
+            if self._keeps:
+                self._wholes[p] = found
+        return p.as_seen(as_shown(p.param, found.detach()))
+
+
+class CallAlone:
+    """One call of a module that one rank computes alone: modules see whole parameters until its end.
+
+    Args:
+        forwards: of its model.
+        parameters: that it needs.
+        is_outermost: the forward ends with it.
+
+    Raises:
+        CollectiveError: a rank does not give its rows.
+    """
+
+    def __init__(
+        self, forwards: ForwardsAlone, parameters: Sequence[ZeroParameter], is_outermost: bool = False
+    ) -> None:
+        self._parameters = parameters
+        self._ends = forwards if is_outermost else None
+        try:
+            for p in parameters:
+                p.push(self, forwards.seen(p))
+        except BaseException:
+            self.end(has_failed=True)
+            raise
+
+    def end(self, has_failed: bool = False) -> None:
+        """Let modules see what they saw before.
+
+        Raises:
+            UsageError: it has written to a parameter.
+        """
+        if self._ends is not None:
+            self._ends.end(has_failed)
+        popped = [(p, p.pop(self)) for p in self._parameters]
+        check_nothing_written([p for p, whole in popped if whole is not None], has_failed)
+
+
+def check_nothing_written(written: Sequence[ZeroParameter], has_failed: bool) -> None:
+    """Raise if a forward of one rank alone has written to parameters, unless it has failed anyway."""
+    if written and not has_failed:
+        raise UsageError(
+            f"a forward that one rank computes alone has written to parameter {written[0].name!r}, which the other ranks would "
+            "not have: let all ranks run it"
+        )
