@@ -57,6 +57,7 @@ def gather_whole(param: Tensor, world: World | None = None) -> Tensor:
     if not isinstance(param, DTensor):
         return param.detach().clone()
     world = world or world_that_cut(param)
+    world.serving.apart.check("what gathers parameters")
     return world.gather_parameter(torch_compat.local_of(param), world.cut_of(param), "whole parameters")
 
 

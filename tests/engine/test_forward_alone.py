@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from tests.engine.twins import EXCHANGES, SHARDED, Net, Twins, batch
-from tests.ranks import on_ranks
+from tests.ranks import by_hand, on_ranks
 
 
 class Tied(nn.Module):
@@ -46,7 +46,7 @@ def _same(twins: Twins, model: nn.Module, reference: nn.Module, count: int = 1) 
             torch.testing.assert_close(model(x), reference(x))
 
 
-@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES, keeps=[True, False])
+@on_ranks(2, *by_hand(3), stage=SHARDED, collectives=EXCHANGES, keeps=[True, *by_hand(False)])
 def test_a_forward_of_rank_0_alone_between_steps(stage: int, collectives: str, keeps: bool) -> None:
     twins = Twins(stage, Tied, collectives=collectives, gather_for_generation=keeps)
     rank = dist.get_rank()

@@ -33,6 +33,7 @@ from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
 from hf_zero.comm.groups import default_group
+from hf_zero.engine.ranks.apart import Apart
 from hf_zero.engine.ranks.leaving import before_leaving, only_returns
 from hf_zero.engine.ranks.offers import Offers, Served
 from hf_zero.errors import CollectiveError
@@ -53,6 +54,7 @@ class _Place:
         reached: what it has begun together with others.
         num_met: how many operations all ranks have come to.
         version: how many steps and edits have begun.
+        is_apart: whether it has changed alone what it asks for.
         what: the operation that it is about to begin.
         on: what that reads.
     """
@@ -60,6 +62,7 @@ class _Place:
     reached: Progress
     num_met: int
     version: int
+    is_apart: bool = False
     what: str = ""
     on: str = ""
 
@@ -94,6 +97,7 @@ class Serving(Offers):
 
     Attributes:
         name: as given.
+        apart: parameters that this rank has changed alone.
     """
 
     def __init__(
@@ -102,7 +106,10 @@ class Serving(Offers):
         super().__init__()
         self.name, self._peers, self._shards = name, peers, tuple(shards)
         self._timeout_s, self._device = timeout_s, device
+        self.apart = Apart()
         self._num_met = 0
+        self._edits_at: _Place | None = None
+        self._edits_alone = False
         self._waits_at: _Place | None = None
         self._alone_at: _Place | None = None
         self._is_leaving = False
@@ -140,10 +147,10 @@ class Serving(Offers):
     @property
     def place(self) -> object:
         """Where this rank is in the program: the same as before, as long as it has begun nothing together with others."""
-        return self._here()
+        return self._here(), self.apart.tick
 
-    def _here(self, what: str = "", on: str = "") -> _Place:
-        return _Place(progress(), self._num_met, self.version, what, on)
+    def _here(self, what: str = "", on: str = "", is_apart: bool = False) -> _Place:
+        return _Place(progress(), self._num_met, self.version, is_apart, what, on)
 
     # --- does everyone come? ------------------------------------------------------------------------------------
 
@@ -157,6 +164,7 @@ class Serving(Offers):
         Raises:
             CollectiveError: a rank has neither come nor passed in time, or is gone.
         """
+        self.apart.join()
         here = self._here(what, on)
         if default_group() is None or self._is_alone_at(here):
             return False
@@ -168,9 +176,22 @@ class Serving(Offers):
             self._waits_at = None
         if has_all:
             self._num_met += 1
+            self.apart.check(what)
         else:
             self._alone_at = here
         return has_all
+
+    def edits_alone(self) -> bool:
+        """Whether this rank alone makes the edit of a parameter that is about to begin; asked once for edits in a row."""
+        known, here = self._edits_at, self._here()
+        if known is None or (known.reached, known.num_met) != (here.reached, here.num_met):
+            self._edits_alone = self.can_be_alone and not self.all_come("an edit of parameters", "")
+            self.note_edit()
+        return self._edits_alone
+
+    def note_edit(self) -> None:
+        """Ranks have met for an edit: others may follow."""
+        self._edits_at = self._here()
 
     def _is_alone_at(self, here: _Place) -> bool:
         """Whether another rank was seen to have passed this place: it does not come back."""
@@ -236,9 +257,9 @@ class Serving(Offers):
         """The whole of a tensor that this can `find`; as `whole_of`."""
         found = self.find(tensor)
         assert found is not None
-        return self.whole_of(*found, local, layout)
+        return self.whole_of(*found, local, layout, self.apart.has_changed(tensor))
 
-    def whole_of(self, key: str, item: object, local: Tensor, layout: RowLayout) -> Tensor:
+    def whole_of(self, key: str, item: object, local: Tensor, layout: RowLayout, is_apart: bool = False) -> Tensor:
         """The whole of a tensor, of which the others' rows are asked for, in memory of its own.
 
         Args:
@@ -246,6 +267,7 @@ class Serving(Offers):
             item: which it is there.
             local: this rank's rows.
             layout: which rows are whose.
+            is_apart: this rank has changed it alone.
 
         Raises:
             CollectiveError: a rank has changed the tensor since, or this one alone, or one is gone, or does not come so far
@@ -259,7 +281,7 @@ class Serving(Offers):
                 if rank == self._peers.own:
                     elements.copy_(layout.flat(local))
                 elif elements.numel():
-                    elements.copy_(self._rows(rank, key, item).view(local.dtype))
+                    elements.copy_(self._rows(rank, key, item, is_apart).view(local.dtype))
             return layout.in_shape(flat[: layout.numel], layout.shape).contiguous().to(local.device, copy=True)
 
     def bytes_of(self, key: str, item: object, shard: int) -> bytes:
@@ -272,9 +294,9 @@ class Serving(Offers):
         """
         return self._rows(self._shards[shard], key, item).numpy().tobytes()
 
-    def _rows(self, rank: int, key: str, item: object) -> Tensor:
+    def _rows(self, rank: int, key: str, item: object, is_apart: bool = False) -> Tensor:
         assert self._peers is not None
-        began, here = time.monotonic(), self._here()
+        began, here = time.monotonic(), self._here(is_apart=is_apart)
         while True:
             seen, rows = self._peers.ask(rank, _ROWS, (self.name, here, key, item))
             if seen is _Seen.THERE:
@@ -297,7 +319,8 @@ class Serving(Offers):
         """This rank's rows, if they are those of the asker's place; called by the service."""
         has_left = self._has_left(asked_from)  # before the version: what it has begun counts all that came before
         version = self.version
-        if version < asked_from.version and not (has_left and self.outlives_edits(key)):
+        is_elsewhere = version < asked_from.version or asked_from.is_apart
+        if is_elsewhere and not (has_left and self.outlives_edits(key)):
             return (_Seen.ELSEWHERE if has_left else _Seen.BEHIND), None
         if self.seen_from(asked_from) is not _Seen.PAST:
             return _Seen.BEHIND, None

@@ -101,7 +101,8 @@ class Gathering:
             return False
         units = [unit for unit in self.units if not unit.is_whole_elsewhere]
         needs_others = any(unit.comes_and_goes or unit.residency is Residency.RELEASED for unit in units)
-        return (needs_others or bool(units and self._edited)) and self.alone.begins()
+        is_old = bool(units and (self._edited or self._world.serving.apart.tick))
+        return (needs_others or is_old) and self.alone.begins()
 
     def tell_of_wait(self) -> None:
         """All ranks are about to wait for each other, for a gather: what they reduce before that is begun first."""
@@ -131,6 +132,7 @@ class Gathering:
                 "and what is gathered inside a transform is lost with it: use torch.autograd.grad; in stages 1 and 2 the "
                 "transform may also be used inside the forward of that module (a block of the model)"
             )
+        self._world.serving.apart.check("a forward")
         self.keep_written_reads()
         self.flush_edits()
         self._has_read = True
@@ -263,21 +265,28 @@ class Gathering:
 
     def whole_at_hand(self, unit: Unit, p: ZeroParameter) -> Tensor | None:
         """The whole tensor of a parameter, where it stays whole between uses and is as new as its rows."""
-        is_new = self._stepping is None and p not in self._edited
+        is_new = self._stepping is None and p not in self._edited and self._world.serving.apart.before(p.param) is None
         return unit.whole_at_hand(p) if is_new else None
 
     def before_edit(self, p: ZeroParameter) -> None:
         """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
         if p.is_whole_elsewhere:
             return  # inside `GatheredParameters`
+        serving = self._world.serving
+        if self._stepping is None and serving.edits_alone():
+            self.let_go()
+            serving.apart.take(p.param, p.name)
+            return
         if self._stepping is None or self._has_read:  # a step has met already, unless it has run the model since
             self._before_write(f"an edit of {p.name!r}")
+            serving.note_edit()
         self.changes.begun += self._stepping is None
         self._edited[p] = None
         self.let_go()
 
     def _before_write(self, what: str) -> None:
         self._has_read = False
+        self._world.serving.apart.check(what)
         if any(unit.is_shared for unit in self.units):
             self._world.shards.before_write(what)
 

@@ -70,7 +70,8 @@ class ServedParameters:
     def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
         """See `Served`."""
         p = self._parameters[number]
-        return torch_compat.local_of(p.param), p.layout
+        before = self._serving.apart.before(p.param)
+        return (torch_compat.local_of(p.param) if before is None else before), p.layout
 
     _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
 

@@ -66,7 +66,7 @@ def key_of(root: Root) -> Key | None:
     param = root.param
     number = None if param is None else world.serving.number_of(param)
     if number is not None:
-        return _key_of_parameter(world.serving, number)
+        return _key_of_parameter(world.serving, number, world.serving.apart.tick)  # which nobody else has
     entry = _entries.get(id(root.rows))
     return entry.key if entry is not None and entry.rows() is root.rows else None
 
@@ -223,8 +223,8 @@ def _key_of_call(func: Any, args: Any, kwargs: Any, place: int | None, num_place
     return _digest(func._schema.name, func._overloadname, parts, named)
 
 
-def _key_of_parameter(serving: Serving, number: tuple[int, int]) -> Key:
-    return _digest("a parameter", serving.name, number, serving.version)
+def _key_of_parameter(serving: Serving, number: tuple[int, int], tick: int = 0) -> Key:
+    return _digest("a parameter", serving.name, number, serving.version, tick)
 
 
 def _key_of_cast(key: Key, dtype: torch.dtype) -> Key:

@@ -126,6 +126,8 @@ def _meet(world: World, roots: Sequence[Root], what: str, only_reads: bool) -> b
     refuse_beside_a_backward(what, [root.rows for root in roots], world)
     if only_reads:
         return world.all_come(label, map(_known_to_all, roots))
+    if any(world.serving.apart.before(_known_to_all(root)) is not None for root in roots):
+        return False  # see [Note: edits alone]
     world.meet(label)
     return True
 
