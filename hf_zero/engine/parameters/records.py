@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.copies import in_dtypes
+from hf_zero.engine.parameters.at_rest.lineage import note_parameter
 from hf_zero.engine.parameters.experts import Computed
 from hf_zero.engine.parameters.host_rows import HostParameter, HostRows
 from hf_zero.engine.parameters.partitioned_tensor import (
@@ -324,4 +325,6 @@ def wrap(local: Tensor, world: World, like: nn.Parameter) -> nn.Parameter:
         take_hooks_along(like, new)
     for key, value in attributes_of(like).items():
         setattr(new, key, value)
+    if not local.is_meta:
+        note_parameter(cast(PartitionedTensor, new))
     return new

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
+from hf_zero.engine.parameters.at_rest.lineage import are_known_to_be_equal
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 
 _changes = Changes()
@@ -39,6 +40,8 @@ def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) ->
         if not isinstance(t2, PartitionedTensor) and (t2.shape, t2.dtype) == (t1.shape, t1.dtype):
             _swap_values(t1, t2)
             return
+        if isinstance(t2, PartitionedTensor) and t1.dtype == t2.dtype and are_known_to_be_equal(t1, t2):
+            return  # `.to("cpu:0")` has copied it; what is known of its values stays known of the parameter
         t1.before_edit()
     original(t1, t2)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.engine.twins import EXCHANGES, SHARDED, SHORT_S, Twins, assert_same, batch
+from tests.engine.twins import EXCHANGES, SHARDED, SHORT_S, Net, Twins, assert_same, batch
 from tests.ranks import by_hand, on_ranks
 
 
@@ -58,6 +58,7 @@ def test_an_average_swapped_in_and_out_by_rank_0_alone(stage: int, collectives: 
                 seen = []
                 for model, average in pairs:
                     average.swap_in(model)
+                    model.to("cpu:0")  # as pipelines do; torch copies there
                     seen.append(_look(model))
                     average.swap_out(model)
                 for found, expected in zip(*seen, strict=True):
@@ -95,6 +96,26 @@ def test_others_do_not_see_what_one_has_changed(stage: int, collectives: str) ->
 def _check(found: list[Tensor], expected: list[Tensor]) -> None:
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right)
+
+
+@on_ranks(2, stage=[1, 3])
+def test_an_average_may_be_the_parameters_of_a_model_that_nobody_runs(stage: int) -> None:
+    with zero.Init({"stage": stage, "collectives": "pairwise"}):
+        model, averaged = Net(), Net()
+    torch.manual_seed(3)
+    plain = Net()
+    with torch.no_grad():
+        for param, value in zip(averaged.parameters(), plain.parameters(), strict=True):
+            param.mul_(0).add_(2 * model.head.bias.sum() * 0 + value.mean().item())
+            value.fill_(value.mean().item())
+    model(batch(0, 0)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), averaged.parameters(), strict=True):
+                param.copy_(value)
+            torch.testing.assert_close(model(batch(9, 9)), plain(batch(9, 9)))
+    dist.barrier()
 
 
 def _forward(twins: Twins) -> None:

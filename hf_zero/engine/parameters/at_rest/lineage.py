@@ -2,7 +2,8 @@
 
 [Note: lineage] Ranks that run the same lines compute the same values: copies of weights, averages of them. A rank that reads
 one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a parameter,
-which one, and after how many steps and edits; of what an operator gives or writes, the operator, the keys of its operands, and
+which one, and after how many steps and edits; of one that belongs to no engine, as of an average's model, how many were
+made before it; of what an operator gives or writes, the operator, the keys of its operands, and
 numbers. What comes from anything else (a gradient, a plain tensor, random numbers) has none. A rank gives its part of a value
 that it has under the same key, or that a copy of its parameter would have: nobody has to keep those. Where it has several
 that are not the same, or none since this rank alone has computed it, it says so. A rank that copies such values into a model
@@ -17,7 +18,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,12 @@ def key_of(root: Root) -> Key | None:
         return _key_of_parameter(world.serving, number, world.serving.apart.tick)  # which nobody else has
     entry = _entries.get(id(root.rows))
     return entry.key if entry is not None and entry.rows() is root.rows else None
+
+
+def are_known_to_be_equal(one: Root, other: Root) -> bool:
+    """Whether they have the same values on the same device, as far as ranks know; the same answer on every rank."""
+    key = key_of(one)
+    return key is not None and key == key_of(other) and one.rows.device.type == other.rows.device.type
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,20 @@ NOTHING = Call([None])  # has keys
 def forget(rows: Tensor) -> None:
     """These rows change without a note here: they are written back to."""
     _entries.pop(id(rows), None)
+
+
+_made: weakref.WeakKeyDictionary[Serving, Key] = (
+    weakref.WeakKeyDictionary()
+)  # the last key of a parameter that was made
+
+
+def note_parameter(made: Root) -> None:
+    """A parameter has been made, and filled, or will be at once; the same on every rank."""
+    serving = made.held[0].serving
+    # A chain, so that ranks which have made others before have no key in common, rather than that of another parameter.
+    tensor = cast(Tensor, made)
+    _made[serving] = key = _digest("made", serving.name, _made.get(serving), tuple(tensor.shape), tensor.dtype)
+    _note(made, key)
 
 
 def note_copy(copy: Root, original: Root) -> None:
