@@ -241,7 +241,7 @@ class ZeroEngine:
             )
         for entry in self.backward.entries:
             entry.reset()
-        self.gathering.alone.begin()
+        self.gathering.alone.begin(lambda: not self._forwards.have_ended_unseen())
 
     def _has_changed(self, module: nn.Module, model: nn.Module) -> bool:
         # An evaluation of plain parameters computes with them as they are now.

@@ -90,7 +90,8 @@ class ModuleHooks:
         alone = backward.gathering.alone
         is_outermost = backward.gathering.begins_alone()
         if is_outermost:
-            alone.begin()
+            itself = weakref.ref(module)
+            alone.begin(lambda: (found := itself()) is not None and entry.num_calls(found) > 0)
         if alone.is_under_way:
             entry.stack[-1] = (CallAlone(alone, [p for unit in entry.units for p in unit.parameters], is_outermost), [])
             return None

@@ -10,6 +10,9 @@ with them again, the values must be back, bit for bit.
 from __future__ import annotations
 
 import itertools
+import sys
+import zlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +20,25 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.errors import UsageError
 
+_MOST_FRAMES = 64
 _ticks = itertools.count(1)
+
+
+@dataclass
+class _Taken:
+    """A parameter that this rank has changed alone, or is about to."""
+
+    param: Tensor
+    name: str
+    before: Tensor  # its rows, as others may see them
+    num_edits: int = 0
+
+    def differs(self) -> bool:
+        """Whether its rows are others now."""
+        rows, before = torch_compat.local_of(self.param), self.before
+        if rows.shape != before.shape or rows.dtype != before.dtype or rows.device != before.device:
+            return True
+        return not torch.equal(rows.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
 
 
 class Apart:
@@ -29,7 +50,7 @@ class Apart:
 
     def __init__(self) -> None:
         self.tick = 0
-        self._taken: dict[int, tuple[Tensor, Tensor, str]] = {}  # parameters, their rows before, names
+        self._taken: dict[int, _Taken] = {}
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -40,25 +61,26 @@ class Apart:
             rows = torch_compat.local_of(param)
             before = rows.detach()
             rows.set_(before.clone())  # type: ignore[call-overload]  # aliases of the parameter have the same tensor
-            self._taken[id(param)] = param, before, name
+            self._taken[id(param)] = _Taken(param, name, before)
+        self._taken[id(param)].num_edits += 1
 
     def before(self, param: Tensor) -> Tensor | None:
         """The rows that others may see; None: those that the parameter has."""
         taken = self._taken.get(id(param))
-        return None if taken is None else taken[1]
+        return None if taken is None else taken.before
 
-    def has_changed(self, param: Tensor) -> bool:
-        """Whether a parameter has other values than others may see."""
-        before = self.before(param)
-        return before is not None and _differ(param, before)
+    def num_edits(self, param: Tensor) -> int:
+        """How often this rank has changed a parameter alone, or begun to."""
+        taken = self._taken.get(id(param))
+        return 0 if taken is None else taken.num_edits
 
     @torch.no_grad()
     @torch.inference_mode(False)
     def join(self) -> None:
         """Let parameters have the rows again that others see, if all values are back."""
-        if self.tick and not any(_differ(param, before) for param, before, _ in self._taken.values()):
-            for param, before, _ in self._taken.values():
-                torch_compat.local_of(param).set_(before)  # type: ignore[call-overload]
+        if self.tick and not any(taken.differs() for taken in self._taken.values()):
+            for taken in self._taken.values():
+                torch_compat.local_of(taken.param).set_(taken.before)  # type: ignore[call-overload]
             self._taken.clear()
             self.tick = 0
 
@@ -71,18 +93,26 @@ class Apart:
         Raises:
             UsageError: values are not back.
         """
+        if not self.tick:
+            return
         self.join()
-        for param, _, name in self._taken.values():
-            if self.has_changed(param):
+        for taken in self._taken.values():
+            if taken.differs():
                 raise UsageError(
-                    f"this rank has changed parameter {name!r} alone (an EMA's `copy_to` on the main process, say), and comes "
-                    f"to {what} with the others, who do not have the change: put the values back first (`ema.restore`), or "
-                    "let all ranks run the line that changes them"
+                    f"this rank has changed parameter {taken.name!r} alone (an EMA's `copy_to` on the main process, say), and "
+                    f"comes to {what} with the others, who do not have the change: put the values back first "
+                    "(`ema.restore`), or let all ranks run the line that changes them"
                 )
 
 
-def _differ(param: Tensor, before: Tensor) -> bool:
-    rows = torch_compat.local_of(param)
-    if rows.shape != before.shape or rows.dtype != before.dtype or rows.device != before.device:
-        return True
-    return not torch.equal(rows.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
+def line_of_program() -> str:
+    """Which line of the program runs, with those that have called it; the same on all ranks that run it."""
+    found, frame = 0, sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        code = frame.f_code
+        found = zlib.crc32(f"{code.co_name} {frame.f_lineno}".encode(), found)
+        is_script = code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+        if is_script or frame.f_back is None:
+            break  # what is below has launched it, and may be other on each rank
+        frame = frame.f_back
+    return str(found)

@@ -12,7 +12,8 @@ since, or during the copy; then the asker raises. It raises, too, where it has c
 not. Usually there is none, since a step needs the asker's gradients. A rank that ends its program stays for those that may
 still ask: see [Note: leaving].
 
-A rank that is merely late does not look like one that has passed, so that all ranks that run the same lines meet as ever.
+A rank that is merely late does not look like one that has passed, so that all ranks that run the same lines meet as ever. One
+that waits at another operation has not passed either: the fewer go on alone, and come there later.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
 from hf_zero.comm.groups import default_group
-from hf_zero.engine.ranks.apart import Apart
+from hf_zero.engine.ranks.apart import Apart, line_of_program
 from hf_zero.engine.ranks.leaving import before_leaving, only_returns
 from hf_zero.engine.ranks.offers import Offers, Served
 from hf_zero.errors import CollectiveError
@@ -71,6 +72,11 @@ class _Place:
         """What ranks that come together have in common."""
         return f"{self.num_met} {self.version} {self.what} {self.on}"
 
+    def is_same(self, other: _Place) -> bool:
+        """Whether nothing has been done together in between."""
+        differs = is_ahead(self.reached, other.reached) or is_ahead(other.reached, self.reached)
+        return self.num_met == other.num_met and not differs
+
 
 class ChangedAloneError(CollectiveError):
     """This rank has changed what it reads, and the others have not."""
@@ -81,6 +87,7 @@ class _Seen(Enum):
 
     BEHIND = auto()
     THERE = auto()
+    CROSSED = auto()  # it waits elsewhere, with all done that comes before
     PAST = auto()
     ELSEWHERE = auto()  # past it, without the asker's steps and edits: those were the asker's alone
 
@@ -108,10 +115,11 @@ class Serving(Offers):
         self._timeout_s, self._device = timeout_s, device
         self.apart = Apart()
         self._num_met = 0
-        self._edits_at: _Place | None = None
+        self._edits_at: _Place | None = None  # and on which line
         self._edits_alone = False
         self._waits_at: _Place | None = None
         self._alone_at: _Place | None = None
+        self._alone_for = ""  # the one operation that it does alone there; "": all
         self._is_leaving = False
         if peers is not None:
             _by_name[name] = self
@@ -177,42 +185,46 @@ class Serving(Offers):
         if has_all:
             self._num_met += 1
             self.apart.check(what)
-        else:
-            self._alone_at = here
         return has_all
 
     def edits_alone(self) -> bool:
         """Whether this rank alone makes the edit of a parameter that is about to begin; asked once for edits in a row."""
-        known, here = self._edits_at, self._here()
-        if known is None or (known.reached, known.num_met) != (here.reached, here.num_met):
-            self._edits_alone = self.can_be_alone and not self.all_come("an edit of parameters", "")
-            self.note_edit()
+        known, here = self._edits_at, self._here("an edit of parameters", line_of_program())
+        if known is None or known.on != here.on or not known.is_same(here):
+            self._edits_alone = self.can_be_alone and not self.all_come(here.what, here.on)
+            self.note_edit(here.on)
         return self._edits_alone
 
-    def note_edit(self) -> None:
-        """Ranks have met for an edit: others may follow."""
-        self._edits_at = self._here()
+    def note_edit(self, line: str = "") -> None:
+        """Ranks have met for an edit: others may follow, on the same line."""
+        on = line or ("" if self._edits_at is None else self._edits_at.on)
+        self._edits_at = self._here(on=on)
 
     def _is_alone_at(self, here: _Place) -> bool:
-        """Whether another rank was seen to have passed this place: it does not come back."""
+        """Whether this rank was seen to be alone at this place, for all that it does there or for this operation."""
         known = self._alone_at
-        return known is not None and (known.reached, known.num_met) == (here.reached, here.num_met)
+        return known is not None and known.is_same(here) and self._alone_for in ("", here.key)
 
     def _meet(self, notes: Notes, here: _Place) -> bool:
         assert self._peers is not None
         others = self._peers.others
-        began = asked = time.monotonic()
-        pause_s = _SHORTEST_S * max(1.0, len(others) / FEW_RANKS)  # one store answers all of them
+        began = time.monotonic()
+        many = max(1.0, len(others) / FEW_RANKS)  # one store answers all of them, and each all others
+        pause_s, asks_after_s = _SHORTEST_S * many, _ASKS_AFTER_S * many
+        has_crossed = self._alone_at is not None and self._alone_at.is_same(here)
+        asked = began - asks_after_s if has_crossed else began
         count = notes.count(here.key, 1)
         while count <= len(others):
             now = time.monotonic()
-            if now > asked + _ASKS_AFTER_S:
+            if now > asked + asks_after_s:
                 asked = now
                 seen = {rank: self._see(rank, here) for rank in others}
-                if _Seen.PAST in seen.values():
+                has_passed = _Seen.PAST in seen.values()
+                if has_passed or self._yields(seen):
                     if notes.count(here.key, 0) > len(others):
                         return True  # all had come, and one was quick
                     notes.count(here.key, -1)
+                    self._alone_at, self._alone_for = here, "" if has_passed else here.key
                     return False
                 if now > began + self._timeout_s:
                     absent = [rank for rank, how in seen.items() if how is _Seen.BEHIND]
@@ -221,6 +233,15 @@ class Serving(Offers):
             pause_s = min(1.5 * pause_s, max(pause_s, _LONGEST_S))
             count = notes.count(here.key, 0)
         return True
+
+    def _yields(self, seen: dict[int, _Seen]) -> bool:
+        """Whether more ranks wait elsewhere than here, or as many with higher numbers: what few do alone is the first's."""
+        assert self._peers is not None
+        elsewhere = [rank for rank, how in seen.items() if how is _Seen.CROSSED]
+        here = [self._peers.own, *(rank for rank, how in seen.items() if how is _Seen.THERE)]
+        if not elsewhere or _Seen.BEHIND in seen.values():
+            return False
+        return (len(here), min(here)) < (len(elsewhere), min(elsewhere))
 
     def _see(self, rank: int, here: _Place) -> _Seen:
         assert self._peers is not None
@@ -236,16 +257,16 @@ class Serving(Offers):
         waits_at = self._waits_at
         if self._has_left(place) or self._is_alone_beside(place):
             return _Seen.PAST
-        if waits_at is None or waits_at.num_met < place.num_met:
+        if waits_at is None or waits_at.num_met < place.num_met or is_ahead(place.reached, waits_at.reached):
             return _Seen.BEHIND
-        return _Seen.THERE if waits_at.key == place.key else _Seen.PAST
+        return _Seen.THERE if waits_at.key == place.key else _Seen.CROSSED
 
     def _is_alone_beside(self, place: _Place) -> bool:
-        """Whether this rank, too, does alone what begins at a place, since a third one has passed it."""
+        """Whether this rank, too, does alone what begins at a place, since a third one has passed it, or waits elsewhere."""
         own = self._alone_at
-        if own is None or own.num_met != place.num_met or not self._is_alone_at(self._here()):
-            return False
-        return not is_ahead(own.reached, place.reached) and not is_ahead(place.reached, own.reached)
+        return (
+            own is not None and own.is_same(place) and own.is_same(self._here()) and self._alone_for in ("", place.key)
+        )
 
     def _has_left(self, place: _Place) -> bool:
         """Whether this rank has done all that comes before a place, and begun what comes after it."""
@@ -253,11 +274,11 @@ class Serving(Offers):
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
-    def whole(self, tensor: Tensor, local: Tensor, layout: RowLayout) -> Tensor:
+    def whole(self, tensor: Tensor, local: Tensor, layout: RowLayout, is_apart: bool = False) -> Tensor:
         """The whole of a tensor that this can `find`; as `whole_of`."""
         found = self.find(tensor)
         assert found is not None
-        return self.whole_of(*found, local, layout, self.apart.has_changed(tensor))
+        return self.whole_of(*found, local, layout, is_apart)
 
     def whole_of(self, key: str, item: object, local: Tensor, layout: RowLayout, is_apart: bool = False) -> Tensor:
         """The whole of a tensor, of which the others' rows are asked for, in memory of its own.
@@ -317,13 +338,12 @@ class Serving(Offers):
 
     def give_rows(self, asked_from: _Place, key: str, item: object) -> Answer:
         """This rank's rows, if they are those of the asker's place; called by the service."""
-        has_left = self._has_left(asked_from)  # before the version: what it has begun counts all that came before
+        seen = self.seen_from(asked_from)  # before the version: what it has begun counts all that came before
         version = self.version
-        is_elsewhere = version < asked_from.version or asked_from.is_apart
-        if is_elsewhere and not (has_left and self.outlives_edits(key)):
-            return (_Seen.ELSEWHERE if has_left else _Seen.BEHIND), None
-        if self.seen_from(asked_from) is not _Seen.PAST:
-            return _Seen.BEHIND, None
+        if seen is _Seen.BEHIND:
+            return seen, None
+        if (version < asked_from.version or asked_from.is_apart) and not self.outlives_edits(key):
+            return _Seen.ELSEWHERE, None
         rows, layout = self.given(key, item)
         with self.beside(rows.device):
             copied = layout.flat(rows.cpu()).clone().view(-1).view(torch.uint8)

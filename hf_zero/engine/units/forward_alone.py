@@ -10,7 +10,8 @@ again, once all come. Whole tensors stay for the next such forward while nothing
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.host.room import free_bytes
 
+_keeping: weakref.WeakSet[ForwardsAlone] = weakref.WeakSet()  # whole tensors, for the next forward
+
 
 class ForwardsAlone:
     """Those of one model.
@@ -31,13 +34,10 @@ class ForwardsAlone:
     Args:
         world: the ranks.
         parameters: all of the model.
-
-    Attributes:
-        is_under_way: one is.
     """
 
     def __init__(self, world: World, parameters: Sequence[ZeroParameter]) -> None:
-        self.is_under_way = False
+        self._runs: Callable[[], bool] | None = None  # whether the one under way still does
         self._world, self._parameters = world, parameters
         self._wholes: dict[ZeroParameter, Tensor] = {}
         self._are_of: object = None  # the place in the program
@@ -70,13 +70,24 @@ class ForwardsAlone:
 
     # --- from its beginning to its end --------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """One begins."""
-        self.is_under_way = True
+    @property
+    def is_under_way(self) -> bool:
+        """Whether one is; not any more after one that Ctrl-C has ended: torch does not run its hooks then."""
+        if self._runs is not None and not self._runs():
+            self.end(has_failed=True)
+        return self._runs is not None
+
+    def begin(self, runs: Callable[[], bool]) -> None:
+        """One begins.
+
+        Args:
+            runs: whether it still does.
+        """
         place = self._world.serving.place
         if place != self._are_of:
             self._wholes.clear()
             self._are_of, self._keeps = place, self._has_room()
+        self._runs = runs
 
     def _has_room(self) -> bool:
         wanted = self._world.config.gather_for_generation
@@ -87,14 +98,30 @@ class ForwardsAlone:
 
     def end(self, has_failed: bool = False) -> None:
         """It has ended."""
-        self.is_under_way = False
+        self._runs = None
         read, self._read = self._read, {}
-        check_nothing_written([p for p, (seen, before) in read.items() if num_writes(seen) != before], has_failed)
+        self.refuse_written([p for p, (seen, before) in read.items() if num_writes(seen) != before], has_failed)
+
+    def refuse_written(self, written: Sequence[ZeroParameter], has_failed: bool) -> None:
+        """A call has ended, which has written to these.
+
+        Raises:
+            UsageError: there are some, and it has not failed anyway.
+        """
+        for p in written:
+            self._wholes.pop(p, None)
+        if written and not has_failed:
+            raise UsageError(
+                f"a forward that one rank computes alone has written to parameter {written[0].name!r}, which the other ranks "
+                "would not have: let all ranks run it"
+            )
 
     def forget(self) -> None:
-        """All ranks go on together: memory that was kept is free."""
-        self._wholes.clear()
-        self._are_of = None
+        """All ranks go on together: memory that was kept is free, of other models too."""
+        for each in list(_keeping):
+            each._wholes.clear()
+            each._are_of = None
+        _keeping.clear()
 
     # --- whole tensors ------------------------------------------------------------------------------------------
 
@@ -115,6 +142,7 @@ class ForwardsAlone:
             found = as_dtype(whole.to(self._world.device), p.compute_dtype)
             if self._keeps:
                 self._wholes[p] = found
+                _keeping.add(self)
         return p.as_seen(as_shown(p.param, found.detach()))
 
 
@@ -134,7 +162,7 @@ class CallAlone:
         self, forwards: ForwardsAlone, parameters: Sequence[ZeroParameter], is_outermost: bool = False
     ) -> None:
         self._parameters = parameters
-        self._ends = forwards if is_outermost else None
+        self._forwards, self._is_outermost = forwards, is_outermost
         try:
             for p in parameters:
                 p.push(self, forwards.seen(p))
@@ -148,16 +176,9 @@ class CallAlone:
         Raises:
             UsageError: it has written to a parameter.
         """
-        if self._ends is not None:
-            self._ends.end(has_failed)
         popped = [(p, p.pop(self)) for p in self._parameters]
-        check_nothing_written([p for p, whole in popped if whole is not None], has_failed)
-
-
-def check_nothing_written(written: Sequence[ZeroParameter], has_failed: bool) -> None:
-    """Raise if a forward of one rank alone has written to parameters, unless it has failed anyway."""
-    if written and not has_failed:
-        raise UsageError(
-            f"a forward that one rank computes alone has written to parameter {written[0].name!r}, which the other ranks would "
-            "not have: let all ranks run it"
-        )
+        try:
+            self._forwards.refuse_written([p for p, whole in popped if whole is not None], has_failed)
+        finally:
+            if self._is_outermost:
+                self._forwards.end(has_failed=True)

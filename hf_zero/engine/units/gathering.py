@@ -97,8 +97,9 @@ class Gathering:
 
     def begins_alone(self) -> bool:
         """Whether a forward that is about to begin, the outermost one, is this rank's alone: see [Note: a forward alone]."""
-        if torch.is_grad_enabled() or self.alone.is_under_way:
-            return False
+        if torch.is_grad_enabled() or self.alone.is_under_way or not self._world.serving.can_be_alone:
+            return False  # the usual answers, inside a forward too, come first
+        self._world.serving.apart.join()
         units = [unit for unit in self.units if not unit.is_whole_elsewhere]
         needs_others = any(unit.comes_and_goes or unit.residency is Residency.RELEASED for unit in units)
         is_old = bool(units and (self._edited or self._world.serving.apart.tick))

@@ -71,7 +71,7 @@ class ServedParameters:
         """See `Served`."""
         p = self._parameters[number]
         before = self._serving.apart.before(p.param)
-        return (torch_compat.local_of(p.param) if before is None else before), p.layout
+        return (torch_compat.local_of(p.param).detach() if before is None else before), p.layout
 
     _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
 

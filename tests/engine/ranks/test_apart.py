@@ -118,6 +118,46 @@ def test_an_average_may_be_the_parameters_of_a_model_that_nobody_runs(stage: int
     dist.barrier()
 
 
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
+def test_edits_of_rank_0_alone_beside_those_of_all(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    pairs = [(model, Average(model)) for model in (twins.model, twins.reference)]
+    for _ in range(2):
+        twins.step()
+        seen = []
+        for model, average in pairs:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-0.3, 0.3)
+            if dist.get_rank() == 0:  # nothing has been begun together since, and the others go on to the next edits
+                average.swap_in(model)
+                seen.append(_look(model))
+                average.swap_out(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+        if dist.get_rank() == 0:
+            _check(*seen)
+        assert not twins.engine.world.serving.apart.tick
+        twins.assert_same_output()
+    twins.step()
+
+
+@on_ranks(2)
+def test_rows_of_others_that_one_rank_changes_alone_are_an_error(stage: int = 3) -> None:
+    twins = Twins(stage)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        weight = twins.model.head.weight
+        with torch.no_grad(), pytest.raises(zero.UsageError, match=r"writes to rows of .*'head\.weight' that other"):
+            weight[-1] = 0
+        with torch.no_grad():
+            weight[0] = weight[0].clone()
+            _check(_look(twins.model), _look(twins.reference))
+    dist.barrier()
+    twins.step()
+
+
 def _forward(twins: Twins) -> None:
     twins.model(twins.own())
 

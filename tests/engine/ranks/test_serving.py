@@ -106,6 +106,23 @@ def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> 
         assert all(each == found[0] for each in found)
 
 
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
+def test_what_rank_0_does_alone_does_not_part_the_ranks_that_wait_for_it(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    twins.step()
+    rank, world = dist.get_rank(), twins.engine.world
+    for part in range(dist.get_world_size() - 1):  # of two ranks, the first is taken for the one that is alone
+        if rank == 0:
+            _check(twins)
+            twins.assert_same_output()
+        assert world.all_come("what all do", [])  # as `save_state`
+        if rank == part:
+            twins.model.head.weight.detach().norm()
+        twins.assert_same_output()
+        assert world.all_come("what all do", [])
+    twins.step()
+
+
 @on_ranks(2, stage=SHARDED)
 def test_what_one_rank_opens_alone_to_read_it_is_no_change(stage: int) -> None:
     twins = Twins(stage)

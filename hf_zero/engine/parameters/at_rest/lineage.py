@@ -214,6 +214,15 @@ def copied_over(root: Root) -> Key | Tensor | None:
     return plain if plain is not None and torch.equal(root.cut(plain), root.rows) else None
 
 
+def is_back(root: Root) -> bool:
+    """Whether what has been copied into a parameter last, by this rank alone, is what other ranks have there."""
+    rows, source = _copied_over.get(id(root.rows), (None, None))
+    number = None if root.param is None else root.held[0].serving.number_of(root.param)
+    if rows is None or rows() is not root.rows or number is None:
+        return False
+    return isinstance(source, Key) and source == _key_of_parameter(root.held[0].serving, number)
+
+
 def _source(written: object, read: object) -> Key | _Plain | None:
     if not isinstance(written, Root) or not isinstance(written, Tensor) or not isinstance(read, Tensor):
         return None

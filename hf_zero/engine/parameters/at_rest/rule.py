@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.at_rest.lineage import NOTHING, VALUES, Call, copied_over
+from hf_zero.engine.parameters.at_rest.lineage import NOTHING, VALUES, Call, copied_over, is_back
 from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
 from hf_zero.engine.parameters.at_rest.operators import Kind, base_name, is_like, kind_of, writes_of
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
@@ -88,7 +88,10 @@ def gather(roots: Sequence[Root], what: str, only_reads: bool = True) -> list[Te
     cut = [root for root, whole in zip(roots, wholes, strict=True) if whole is None]
     worlds = dict.fromkeys(root.held[0] for root in cut)
     are_together = {world.number: _meet(world, cut, what, only_reads) for world in worlds}
-    return [_asked(root, are_together) if whole is None else whole for root, whole in zip(roots, wholes, strict=True)]
+    return [
+        _asked(root, are_together, only_reads) if whole is None else whole
+        for root, whole in zip(roots, wholes, strict=True)
+    ]
 
 
 def _without_asking(root: Root) -> Tensor | None:
@@ -98,20 +101,27 @@ def _without_asking(root: Root) -> Tensor | None:
     return None if whole is None else whole.clone()
 
 
-def _asked(root: Root, are_together: dict[int, bool]) -> Tensor:
+def _asked(root: Root, are_together: dict[int, bool], only_reads: bool) -> Tensor:
     world, cut = root.held
     if are_together[world.number]:
         return world.gather_parameter(root.rows, cut, "whole parameters")
-    return ask_alone(root)
+    return ask_alone(root, only_reads)
 
 
-def ask_alone(root: Root) -> Tensor:
-    """The whole of a tensor at rest, in memory of its own, on a rank whose peers have gone on; errors as of `whole_of`."""
+def ask_alone(root: Root, only_reads: bool = True) -> Tensor:
+    """The whole of a tensor at rest, in memory of its own, on a rank whose peers have gone on; errors as of `whole_of`.
+
+    Args:
+        root: the tensor.
+        only_reads: False: an edit of it has been begun, and needs the whole as it was before.
+    """
     world, cut = root.held
     if not root.is_cut:
         return root.rows.clone()
+    known = _known_to_all(root)
+    is_apart = world.serving.apart.num_edits(known) > (not only_reads) and not is_back(root)
     try:
-        return world.serving.whole(_known_to_all(root), root.rows, cut.rows)
+        return world.serving.whole(known, root.rows, cut.rows, is_apart)
     except ChangedAloneError:
         if (source := copied_over(root)) is None:
             raise
@@ -145,10 +155,13 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
         what = f"{base_name(func)} of {given[0].describe()}"
         wholes = dict(zip(map(id, roots), gather(roots, what, not written), strict=True))
         plain = {id(t): cast(AtRest, t).of(wholes[id(cast(AtRest, t).root)]) for t in cast(list[Tensor], given)}
+        apart = _apart(roots_written, wholes) if call.source is None else []
         result = _mapped(func, args, kwargs, plain)
         for tensor in written:
             if isinstance(tensor, AtRest) and plain[id(tensor)].shape != tensor.shape:
                 _refuse_other_shape(func, tensor)
+        for root, before in apart:
+            _refuse_others_rows(root, before, wholes[id(root)])
         call.begin(roots_written)
         for root in _unique(t.root for t in written if isinstance(t, AtRest)):
             if root.is_cut:
@@ -156,6 +169,21 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
     call.note_written(roots_written)
     originals = {id(plain.get(id(t), t)): t for t in written}
     return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _apart(written: Sequence[Tensor], wholes: dict[int, Tensor]) -> list[tuple[Root, Tensor]]:
+    """What this rank alone is about to write to, with copies of the whole."""
+    roots = {id(root): root for root in cast("Sequence[Root]", written) if root.is_cut}
+    mine = [root for root in roots.values() if root.held[0].serving.apart.before(_known_to_all(root)) is not None]
+    return [(root, wholes[id(root)].clone()) for root in mine]
+
+
+def _refuse_others_rows(root: Root, before: Tensor, after: Tensor) -> None:
+    if (before != after).sum() > (root.cut(before) != root.cut(after)).sum():
+        raise UsageError(
+            f"this rank alone writes to rows of {root.describe()} that other ranks hold: let all ranks run the line, or copy a "
+            "whole tensor into it (`p.data.copy_`)"
+        )
 
 
 def _refuse_other_shape(func: Any, given: AtRest) -> NoReturn:
