@@ -231,6 +231,36 @@ def late(device: torch.device) -> dict[str, Any]:
     return {"said": found}
 
 
+def alone(device: torch.device) -> dict[str, Any]:
+    """Rank 0 swaps an average in, looks at the model, and swaps it out, while the others train on; training is as without."""
+    found = {}
+    for stage in (1, 3):
+        model = make_model(LLAMA).to(device)
+        zero.shard_model(model, {"stage": stage, **BLOCKS})
+        optimizer, losses = adamw(model), []
+        for first in (0, 2, 4):
+            losses.append(train(model, device, range(first, first + 2), optimizer))
+            average = [param.detach() * 0.5 for param in model.parameters()]
+            if dist.get_rank() == 0:
+                plain, batch = make_model(LLAMA).to(device), batch_of(9, 0, device)
+                plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+                kept = [param.detach().clone() for param in model.parameters()]
+                with torch.no_grad():
+                    for scale, values in ((1.0, None), (0.5, average), (1.0, kept)):
+                        for param, value in zip(model.parameters(), values or [], strict=bool(values)):
+                            param.data.copy_(value)
+                        for param in plain.parameters():
+                            param.mul_(scale)
+                        far = float((model(**batch).loss - plain(**batch).loss).abs())
+                        assert far < 1e-5, (stage, scale, far)
+                        for param in plain.parameters():
+                            param.div_(scale)
+        dist.all_reduce(torch.zeros(1, device=device if device.type == "cuda" else "cpu"))  # which torch counts
+        found[f"stage {stage}"] = furthest(torch.cat(losses), device)
+    assert all(far < 1e-5 for far in found.values()), found
+    return found
+
+
 def memory(device: torch.device) -> dict[str, Any]:
     """Peak memory of a step beside the formula's; compared on a device, which counts its own."""
     name, found = "llama-125m", {}
@@ -265,7 +295,7 @@ def memory(device: torch.device) -> dict[str, Any]:
     return found
 
 
-_HERE = (parity, syncs, delays, recomputation, bf16, compiled, moved, resume, background, late, memory)
+_HERE = (parity, syncs, delays, recomputation, bf16, compiled, moved, resume, background, late, alone, memory)
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each
     for each in (
