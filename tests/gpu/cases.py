@@ -234,9 +234,9 @@ def late(device: torch.device) -> dict[str, Any]:
 def alone(device: torch.device) -> dict[str, Any]:
     """Rank 0 swaps an average in, looks at the model, and swaps it out, while the others train on; training is as without."""
     found = {}
-    for stage in (1, 3):
+    for stage, home in ((1, "none"), (3, "none"), (3, "host")):
         model = make_model(LLAMA).to(device)
-        zero.shard_model(model, {"stage": stage, **BLOCKS})
+        zero.shard_model(model, {"stage": stage, **BLOCKS, "offload": {"optimizer": home, "parameters": home}})
         optimizer, losses = adamw(model), []
         for first in (0, 2, 4):
             losses.append(train(model, device, range(first, first + 2), optimizer))
@@ -256,7 +256,7 @@ def alone(device: torch.device) -> dict[str, Any]:
                         for param in plain.parameters():
                             param.div_(scale)
         dist.all_reduce(torch.zeros(1, device=device if device.type == "cuda" else "cpu"))  # which torch counts
-        found[f"stage {stage}"] = furthest(torch.cat(losses), device)
+        found[f"stage {stage}, offload {home}"] = furthest(torch.cat(losses), device)
     assert all(far < 1e-5 for far in found.values()), found
     return found
 
