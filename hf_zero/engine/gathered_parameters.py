@@ -22,6 +22,7 @@ from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, gathered, put
 from hf_zero.engine.parameters.replaced import is_replaced, note_replaced, refuse
 from hf_zero.engine.parameters.whole import STANDS_FOR, WholeParameter, attributes_of_users, retire
+from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
@@ -211,15 +212,15 @@ class GatheredParameters:
         rows = item.own_rows()
         everyone = item.world.everyone
         if self._modifier_rank is None:
-            is_changed = not _same_bits(rows, local)
+            is_changed = not same_bits(rows, local)
         else:
-            is_changed = item.before is not None and not _same_bits(item.whole.detach(), item.before)
+            is_changed = item.before is not None and not same_bits(item.whole.detach(), item.before)
         reports = everyone.agree([int(is_changed)], "the end of GatheredParameters")
         if self._modifier_rank is not None and reports[self._modifier_rank][0]:
             everyone.broadcast(item.whole.data, self._modifier_rank, "whole parameters")
             # Again: where the tensor axis cuts another dim than the rows, it is no view of the whole.
             rows = item.own_rows()
-        if any(flag for (flag,) in reports) and not _same_bits(rows, local):
+        if any(flag for (flag,) in reports) and not same_bits(rows, local):
             lineage.forget(local)
             local.copy_(rows)
         return any(flag for (flag,) in reports)
@@ -263,13 +264,9 @@ class GatheredAlone(GatheredParameters):
 
     def _write_back(self, item: _Gathered) -> bool:
         is_same_shape = item.whole.shape == item.param.shape
-        if is_same_shape and not _same_bits(item.own_rows(), torch_compat.local_of(item.param)):
+        if is_same_shape and not same_bits(item.own_rows(), torch_compat.local_of(item.param)):
             raise UsageError("a parameter was changed while one rank read the model alone: change it on all ranks")
         return False
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
 
 
 def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: nn.Parameter) -> None:

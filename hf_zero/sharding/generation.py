@@ -85,7 +85,7 @@ def _gathers_once(model: nn.Module, world: World) -> bool:
         world.meet("generate", min(_LATEST_S, world.limit_s))
     except CollectiveError as error:
         raise CollectiveError(
-            f"{error} In stage 3 every rank must call generate before the model's first forward, or over a sequence, tensor or "
+            f"{error} In stage 3 generate is for all ranks before the model's first forward, and over a sequence, tensor or "
             "expert axis. For a sample on one rank alone, let all ranks enter `with zero.GatheredParameters(model):`, and "
             "generate on one of them inside."
         ) from error

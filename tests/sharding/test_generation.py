@@ -80,6 +80,17 @@ def test_loaded_model_generates_before_anything_has_started_its_engine() -> None
     assert torch.equal(generated(model, length), generated(plain, length))
 
 
+@on_ranks(2)
+def test_a_rank_that_generates_alone_before_there_is_an_engine_is_told_what_to_do() -> None:
+    plain = make_model(CASE)
+    with zero.Init({"stage": 3, "timeout_s": SHORT_S}):
+        model = type(plain)(plain.config)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(zero.CollectiveError, match=r"(?s)(?=.*generate)(?=.*rank 1).*GatheredParameters\(model\)"):
+            generated(model)
+
+
 class _Edit(LogitsProcessor):
     """Edits the head after the second token, as a callback of a user might."""
 

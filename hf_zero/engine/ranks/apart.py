@@ -24,6 +24,11 @@ _MOST_FRAMES = 64
 _ticks = itertools.count(1)
 
 
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one dtype and number of elements have the same bits, NaNs too."""
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
+
+
 @dataclass
 class _Taken:
     """A parameter that this rank has changed alone, or is about to."""
@@ -38,7 +43,7 @@ class _Taken:
         rows, before = torch_compat.local_of(self.param), self.before
         if rows.shape != before.shape or rows.dtype != before.dtype or rows.device != before.device:
             return True
-        return not torch.equal(rows.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
+        return not same_bits(rows, before)
 
 
 class Apart:

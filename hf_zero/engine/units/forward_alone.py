@@ -181,4 +181,4 @@ class CallAlone:
             self._forwards.refuse_written([p for p, whole in popped if whole is not None], has_failed)
         finally:
             if self._is_outermost:
-                self._forwards.end(has_failed=True)
+                self._forwards.end(has_failed)

@@ -37,6 +37,17 @@ class Average:
         self.kept = []
 
 
+class Scaled(Net):
+    """A parameter without dims, as CLIP's `logit_scale`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 def _look(model: nn.Module) -> list[Tensor]:
     with torch.no_grad():
         output = model(batch(9, 9))
@@ -45,7 +56,7 @@ def _look(model: nn.Module) -> list[Tensor]:
 
 @on_ranks(2, *by_hand(3), stage=SHARDED, collectives=EXCHANGES, keeps=[True, *by_hand(False)])
 def test_an_average_swapped_in_and_out_by_rank_0_alone(stage: int, collectives: str, keeps: bool) -> None:
-    twins = Twins(stage, collectives=collectives, gather_for_generation=keeps)
+    twins = Twins(stage, Scaled, collectives=collectives, gather_for_generation=keeps)
     pairs = [(model, Average(model)) for model in (twins.model, twins.reference)]
     for step in range(3):
         twins.step()
@@ -144,8 +155,8 @@ def test_edits_of_rank_0_alone_beside_those_of_all(stage: int, collectives: str)
 
 
 @on_ranks(2)
-def test_rows_of_others_that_one_rank_changes_alone_are_an_error(stage: int = 3) -> None:
-    twins = Twins(stage)
+def test_rows_of_others_that_one_rank_changes_alone_are_an_error() -> None:
+    twins = Twins(3)
     dist.barrier()
     if dist.get_rank() == 0:
         weight = twins.model.head.weight
