@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,10 +39,10 @@ from hf_zero.engine.backward import accumulation, reduction
 from hf_zero.engine.ranks import world
 from hf_zero.engine.units import unit
 from tests.models import CASES, Case, Stack, make_model, stack_batch
-from tests.ranks import EVERY_TURN, run_alone, run_ranks
+from tests.ranks import EVERY_TURN, run_alone, run_ranks, turns_of
 
-NUM_STEPS = 10 if os.environ.get(EVERY_TURN) else 6
-STAGES = (0, 1, 2, 3)
+NUM_STEPS = 10 if os.environ.get(EVERY_TURN) else 3  # the first records orders, the next two follow them
+STAGES, TWO_WAYS = (0, 1, 2, 3), ("native", "pairwise")
 # Far above the rounding error of a gradient that should be zero (a key bias under softmax): AdamW's first steps would
 # otherwise blow such noise up to a full learning rate, differently in every order of additions.
 EPS = 1e-4
@@ -358,7 +359,7 @@ def test_every_stage_matches_ddp(name: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "mlp"])
 def test_native_collectives_match_one_process(name: str, num_ranks: int) -> None:
     configs = [{"stage": stage, "collectives": "native"} for stage in STAGES]
-    check(name, Recipe(num_steps=5), num_ranks, lambda _: EQUAL if num_ranks == 2 else TOLERANCE, configs)
+    check(name, Recipe(), num_ranks, lambda _: EQUAL if num_ranks == 2 else TOLERANCE, configs)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -369,7 +370,7 @@ def test_shared_memory_has_the_bits_of_gradients_summed_in_rank_order(name: str,
         return TOLERANCE if is_ring or (CASES[name].reuses_weights and config["stage"] >= 2) else EQUAL
 
     configs = [{"stage": stage, "collectives": "host"} for stage in (1, 2, 3)]
-    check(name, Recipe(num_steps=5, oracle="summed"), num_ranks, tolerance_of, configs)
+    check(name, Recipe(oracle="summed"), num_ranks, tolerance_of, configs)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +381,7 @@ def test_shared_memory_matches_one_process_with_other_recipes(variant: str) -> N
         pytest.skip("torch itself fails with this one")
     name, recipe, tolerance = VARIANTS[variant]
     configs = [{"stage": stage, "collectives": "host"} for stage in (1, 2, 3)]
-    check(name, replace(recipe, num_steps=3), 2, lambda _: tolerance, configs)
+    check(name, recipe, 2, lambda _: tolerance, configs)
 
 
 # --- other ways to train --------------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ if torch.__version__ < "2.12":  # torch itself fails there, in the backward of a
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_stage_matches_one_process_with_other_recipes(variant: str) -> None:
     name, recipe, tolerance = VARIANTS[variant]
-    check(name, replace(recipe, num_steps=5), 2, lambda _: tolerance)
+    check(name, recipe, 2, lambda _: tolerance)
 
 
 def gradients_in_rounds(bucket_bytes: int) -> tuple[list[Tensor], int]:
@@ -463,9 +464,8 @@ def test_memory_and_traffic_settings_do_not_change_the_bits() -> None:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_units_that_stay_for_the_backward_do_not_change_the_bits(num_ranks: int) -> None:
     configs = [
-        {"stage": 3, "reshard_after_forward": kept, "prefetch_bytes": 0, "collectives": collectives}
-        for kept in (True, "20KB", False, "auto")
-        for collectives in ("native", "pairwise")
+        {"stage": 3, "prefetch_bytes": 0, **turn}
+        for turn in turns_of("kept", {"reshard_after_forward": (True, "20KB", False, "auto"), "collectives": TWO_WAYS})
     ]
     check("llama", Recipe(), num_ranks, lambda _: EQUAL if num_ranks == 2 else TOLERANCE, configs)
 
@@ -473,12 +473,10 @@ def test_units_that_stay_for_the_backward_do_not_change_the_bits(num_ranks: int)
 def test_every_way_to_reduce_has_the_bits_of_one_process() -> None:
     # The model has rows that do not divide, and parameters that one rank or none has used.
     configs = [
-        {"stage": stage, "reduce_scatter": choice, "collectives": collectives}
-        for stage in (1, 2, 3)
-        for choice in (False, "to_owner")
-        for collectives in ("native", "pairwise")
+        {"stage": turn["to"][1], "reduce_scatter": turn["to"][0], "collectives": turn["collectives"]}
+        for turn in turns_of("ways", {"to": list(product((False, "to_owner"), (1, 2, 3))), "collectives": TWO_WAYS})
     ]
-    check("mlp", Recipe(num_steps=3), 2, lambda _: EQUAL, configs)
+    check("mlp", Recipe(), 2, lambda _: EQUAL, configs)
 
 
 def gradients_by_choice(stage: int, uses_no_sync: bool) -> list[list[dict[str, Tensor | None]]]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
@@ -234,10 +233,7 @@ _ON_WEIGHTS: list[Idiom] = [
 ]
 
 
-@pytest.mark.parametrize("idiom", _ON_GRADIENTS + _ON_WEIGHTS, ids=lambda idiom: idiom.__name__.strip("_"))
-@on_ranks(3, timeout_s=120, where=[(1, "host"), *by_hand((2, "pairwise"), (3, "host")), (3, "pairwise")])
-def test_idioms_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tuple[int, str]) -> None:
-    stage, collectives = where
+def _check(idiom: Idiom, stage: int, collectives: str) -> None:
     twins = Twins(stage, Net, collectives=collectives, units={"min_numel": 1})
     for _ in range(2):
         twins.backward()
@@ -251,6 +247,21 @@ def test_idioms_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tupl
             twins.update()
         twins.assert_same_output()
     twins.step()
+
+
+@on_ranks(3, idiom=_ON_GRADIENTS, where=[(1, "host"), (3, "pairwise"), *by_hand((2, "pairwise"), (3, "host"))])
+def test_idioms_on_gradients_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tuple[int, str]) -> None:
+    _check(idiom, *where)
+
+
+@on_ranks(3, idiom=_ON_WEIGHTS, where=[(1, "host"), *by_hand((2, "pairwise"), (3, "host"))])
+def test_idioms_on_weights_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tuple[int, str]) -> None:
+    _check(idiom, *where)
+
+
+@on_ranks(3, idiom=_ON_WEIGHTS)
+def test_idioms_on_weights_mean_the_same_where_parameters_are_released(idiom: Idiom) -> None:
+    _check(idiom, 3, "pairwise")
 
 
 @on_ranks(2, stage=[1, 2, 3])
