@@ -142,7 +142,7 @@ class Tied(Net):
 def test_shared_weights_stay_right(reshards: bool | str) -> None:
     twins = Twins(3, Tied, reshard_after_forward=reshards, prefetch_bytes=0)
     twins.engine.memory.poison = True
-    twins.step(4)
+    twins.step(3)
     twins.assert_same_output()
 
 
@@ -319,7 +319,7 @@ def test_what_stays_computes_as_what_is_gathered_again(config: dict[str, Any], t
         given = config | ({"offload": config["offload"] | more} if more else {})
         engine = zero.shard_model(model, {"stage": 3, "prefetch_bytes": 0, "reshard_after_forward": reshards, **given})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
+        for step in range(3):
             square_loss(model, batch(step, dist.get_rank())).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -331,7 +331,7 @@ def test_what_stays_computes_as_what_is_gathered_again(config: dict[str, Any], t
 @on_ranks(4, exchange=EXCHANGES)
 def test_replicas_keep_alike(exchange: str) -> None:
     twins = Twins(3, replicate=2, collectives=exchange)
-    twins.step(4)
+    twins.step(3)
     assert _names(twins.engine.gathering.kept.by_budget) == [[*range(_NUM_UNITS)] if exchange == "pairwise" else []] * 4
 
 

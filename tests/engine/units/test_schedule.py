@@ -163,7 +163,9 @@ def test_first_uses_are_the_reductions_from_the_last_to_the_first() -> None:
 @on_ranks(2)
 def test_every_gather_of_a_micro_step_but_the_first_has_compute_beside_it() -> None:
     """Each block is larger than `prefetch_bytes`, and the head is not: so it is with a 1B model's, by default."""
-    config = LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=88, num_hidden_layers=3, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=88, num_hidden_layers=3, num_attention_heads=2
+    )
     with zero.Init({"stage": 3, "compute_dtype": "bfloat16", "collectives": "pairwise", "prefetch_bytes": 10_000}):
         model = AutoModelForCausalLM.from_config(config)
     engine = zero.shard_model(model)
