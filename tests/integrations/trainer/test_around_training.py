@@ -143,7 +143,7 @@ def test_checkpoints_are_pushed_once_they_are_whole(saves_async: bool, folder: s
     hub, out, target = Hub(), str(tmp_path / f"out{saves_async}"), tmp_path / f"hub{saves_async}"
     at_upload: list[bool] = []
     config = {"stage": 3, "collectives": "pairwise", "async_save": saves_async}
-    options = {"output_dir": out, "save_strategy": "steps", "save_steps": 2, "zero": config}
+    options = {"output_dir": out, "save_strategy": "steps", "save_steps": 1, "max_steps": 2, "zero": config}
     pushing = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_model_id": "thing", **options}
     uploads = hub.upload_folder
 
@@ -167,7 +167,7 @@ def test_checkpoints_are_pushed_once_they_are_whole(saves_async: bool, folder: s
         assert "last-checkpoint/hf_zero_manifest.json" in files
         assert not any(name.startswith((".", "checkpoint")) for name in files)
     trainer.accelerator.wait_for_everyone()
-    again = trainer_of(loaded(folder), arguments(folder, 3, **options | {"max_steps": 6}))
+    again = trainer_of(loaded(folder), arguments(folder, 3, **options | {"max_steps": 3}))
     again.train(resume_from_checkpoint=str(target / "last-checkpoint"))
-    assert logged(again)[:4] == logged(trainer)
-    assert again.state.global_step == 6
+    assert logged(again)[:2] == logged(trainer)
+    assert again.state.global_step == 3
