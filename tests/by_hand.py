@@ -59,7 +59,6 @@ SLOW_CASES = {
     "plan/test_memory.py::test_model_states_are_those_that_the_engine_counts[mlp-3]",
     "plan/test_memory.py::test_model_states_are_those_that_the_engine_counts[t5-2]",
     "plan/test_memory.py::test_model_states_are_those_that_the_engine_counts[t5-3]",
-    "recipes/test_recipes.py::test_muon_leaves_what_from_pretrained_loads[3]",
     "sharding/test_init.py::test_embeddings_may_be_resized[2-2]",
     "sharding/test_init.py::test_embeddings_may_be_resized[3-3]",
     "sharding/test_loading.py::test_loaded_model_has_the_bits_of_the_unsharded_one_in_a_whole_program",
