@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from hf_zero.cli import main as cli
 from hf_zero.comm.exchange import named
 from hf_zero.engine import engine
 from hf_zero.integrations import everywhere
+from tests.integrations.trainer.runs import undone
 from tests.ranks import ENVIRONMENT, on_ranks, run_alone
 
 TRAINER = """
@@ -128,8 +130,35 @@ def test_launched_scripts_share_sequences_and_train_as_one_process(axis: str, wa
     assert _found(ours)[2] == pytest.approx(theirs[2], rel=1e-6)
 
 
-@pytest.mark.parametrize("place", ["top", pytest.param("late", marks=pytest.mark.slow)])
-def test_importing_hf_zero_switches_on_what_the_environment_names(place: str, tmp_path: Path) -> None:
+@undone
+def _train_where_hf_zero_is_new(folder: str) -> tuple[str, str]:
+    """What the script prints, and what it writes to stderr, where nothing has imported hf_zero before it."""
+    os.chdir(folder)
+    os.environ["HF_ZERO_CONFIG"] = '{"stage": 3}'
+    imported = sys.modules.pop("hf_zero")
+    try:
+        with (
+            mock.patch.object(sys, "argv", ["script.py", "out"]),
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.redirect_stderr(io.StringIO()) as said,
+        ):
+            runpy.run_path("script.py", run_name="__main__")
+    finally:
+        sys.modules["hf_zero"] = imported
+    return printed.getvalue(), said.getvalue()
+
+
+def test_importing_hf_zero_switches_on_what_the_environment_names(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import hf_zero\n" + TRAINER)
+    printed, said = run_alone(_train_where_hf_zero_is_new, str(tmp_path))
+    assert "hf_zero: stage 3, world size 1, exchange none (one process)" in said, said
+    assert "hf_zero, after 3 steps: " in said
+    assert "found [1, " in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["top", "late"])
+def test_importing_hf_zero_in_a_new_process_switches_on_or_says_that_it_is_late(place: str, tmp_path: Path) -> None:
     before, after = TRAINER.split("torch.manual_seed(0)", 1)
     script = "import hf_zero\n" + TRAINER if place == "top" else f"{before}import hf_zero\ntorch.manual_seed(0){after}"
     (tmp_path / "script.py").write_text(script)
@@ -189,12 +218,25 @@ def test_a_script_that_wraps_its_model_in_ddp_hears_of_it_at_once() -> None:
         zero.undo()
 
 
+@undone
+def _run_idle(folder: str) -> str:
+    """What a script prints that makes nothing, before the error that follows."""
+    os.chdir(folder)
+    made = engine.number_of_engines()  # by other tests in this process
+    with (
+        mock.patch.object(sys, "argv", [""]),
+        mock.patch.object(sys, "path", [*sys.path]),
+        mock.patch.object(engine, "number_of_engines", lambda: len(engine._numbers) - made),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        pytest.raises(zero.UsageError, match="has partitioned no model"),
+    ):
+        run.main(["--zero", '{"stage": 3}', "idle.py", "--lr", "1"])
+    return printed.getvalue()
+
+
 def test_a_script_that_partitions_nothing_ends_in_an_error(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("import sys\nprint(sys.argv)\nsys.exit(0)")
-    command = [sys.executable, "-m", "hf_zero.run", "--zero", '{"stage": 3}', "idle.py"]
-    result = _run(*command, "--lr", "1", cwd=tmp_path)
-    assert result.returncode == 1 and "['idle.py', '--lr', '1']" in result.stdout
-    assert "has partitioned no model" in result.stderr
+    assert "['idle.py', '--lr', '1']" in run_alone(_run_idle, str(tmp_path))
     with pytest.raises(zero.ConfigError, match="2 processes were asked for, but 1 run"):
         run.main(["--expect", "2", "idle.py"])
 

@@ -16,7 +16,7 @@ import hf_zero as zero
 from tests.engine.twins import whole
 from tests.integrations.adapters import METHODS, adapted, plain
 from tests.models import Case, make_model
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.ranks import by_hand, on_ranks, run_alone, run_ranks
 
 # Where an adapter is made: on the whole model, on one that runs partitioned, on one made under `Init`, or inside it.
 WAYS = ["whole", "running", "made", "inside"]
@@ -26,16 +26,14 @@ TIED = {"trainable_tokens_tied"}
 CHOSEN = [
     ("lora", "made", 1),
     ("dora", "running", 3),
-    ("dora_bert", "made", 3),
     ("pissa", "made", 1),
-    ("pissa_niter", "running", 2),
     ("olora", "made", 3),
     ("experts", "running", 3),
     ("token_indices", "running", 3),
     ("trainable_tokens_tied", "made", 3),
-    ("prompt_tuning_vocabulary", "made", 3),
     ("prefix_tuning", "running", 1),
     ("modules_to_save", "made", 3),
+    *by_hand(("dora_bert", "made", 3), ("pissa_niter", "running", 2), ("prompt_tuning_vocabulary", "made", 3)),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from tests.integrations.test_peft_methods import logits, trained, values
 from tests.models import CASES, make_model
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.ranks import by_hand, on_ranks, run_alone, run_ranks
 
 LLAMA = CASES["llama"]
 Partition = Callable[[nn.Module], object]
@@ -66,7 +66,7 @@ def same(ours: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@on_ranks(2, stage=[1, 3])
+@on_ranks(2, stage=[3, *by_hand(1)])
 def test_adapters_are_trained_in_turn_combined_and_removed(stage: int) -> None:
     ours, reference = train_in_turn(stage), train_in_turn(None)
     same(ours, reference)
@@ -140,7 +140,7 @@ def adalora(stage: int | None) -> tuple[nn.Module, dict[str, object]]:
     return model, model.peft_config["default"].rank_pattern
 
 
-@on_ranks(2, stage=[1, 3])
+@on_ranks(2, stage=[1, *by_hand(3)])
 def test_adalora_allocates_ranks_by_whole_gradients(stage: int) -> None:
     (ours, pattern), (reference, expected) = adalora(stage), adalora(None)
     assert pattern == expected

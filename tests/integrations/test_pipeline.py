@@ -24,7 +24,7 @@ from hf_zero.integrations.pipeline import Passed, ZeroStage, clip_grad_norm_, ke
 from hf_zero.layout import PlacedLayout
 from tests.ranks import run_alone, run_ranks
 
-_STEPS, _MICRO, _LENGTH, _VOCAB = 6, 4, 7, 37
+_STEPS, _MICRO, _LENGTH, _VOCAB = 3, 4, 7, 37
 _SIZES = {
     "vocab_size": _VOCAB,
     "hidden_size": 16,

@@ -24,7 +24,7 @@ from tests.engine.twins import whole
 from tests.integrations.test_peft_methods import logits, trained
 from tests.integrations.trainer.runs import arguments, logged, trainer_of, undone
 from tests.models import CASES, make_model
-from tests.ranks import on_ranks, run_alone, run_ranks
+from tests.ranks import by_hand, on_ranks, run_alone, run_ranks
 
 pytest.importorskip("bitsandbytes")
 LLAMA = CASES["llama"]
@@ -60,7 +60,11 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(param).clone() for name, param in found.items()}
 
 
-@on_ranks(2, case=[*itertools.product((0, 1, 2), KINDS), (3, "4bit"), (3, "4bit_in_floats")])
+CASES_OF_STAGES = [(0, "4bit"), (1, "8bit"), (2, "4bit_in_floats"), (3, "4bit"), (3, "4bit_in_floats")]
+BY_HAND = [case for case in itertools.product((0, 1, 2), KINDS) if case not in CASES_OF_STAGES]
+
+
+@on_ranks(2, case=[*CASES_OF_STAGES, *by_hand(*BY_HAND)])
 def test_training_equals_one_process(case: tuple[int, str], folder: str) -> None:
     stage, kind = case
     ours, reference = adapted(folder, kind), adapted(folder, kind)

@@ -18,7 +18,7 @@ from transformers import (
 import hf_zero as zero
 from tests.integrations.trainer.runs import undone
 from tests.integrations.trl_inputs import config, length_reward, text, tokenizer
-from tests.ranks import run_ranks
+from tests.ranks import by_hand, run_ranks
 
 
 def _sft(model: PreTrainedModel, shared: dict[str, Any], **options: Any) -> Any:
@@ -105,7 +105,7 @@ class Outcome:
 
 
 @undone
-def _train(folder: str, name: str, stage: int | None, tied: bool, options: dict[str, Any], steps: int = 3) -> Outcome:
+def _train(folder: str, name: str, stage: int | None, tied: bool, options: dict[str, Any], steps: int = 2) -> Outcome:
     import torch.distributed as dist
 
     num_ranks = dist.get_world_size()
@@ -153,6 +153,10 @@ def _assert_same(actual: Outcome, expected: Outcome) -> None:
         )
 
 
+# Stages 0 and 1 leave the model whole while it computes, as those of the others show.
+EVERYDAY_IN_STAGE_3 = ("sft", "kto", "grpo", "distillation")
+
+
 @pytest.mark.parametrize(
     ("name", "tied", "options"),
     [
@@ -175,7 +179,7 @@ def test_trains_as_in_one_process(name: str, tied: bool, options: dict[str, Any]
     # What is sampled depends on the rank, so online trainers are compared with DDP on as many ranks.
     num_plain = 2 if name in ("grpo", "rloo", "distillation") else 1
     expected = run_ranks(_train, num_plain, str(tmp_path), name, None, tied, options, timeout_s=120)[0]
-    for stage in (0, 1, 3):
+    for stage in (*by_hand(0, 1), 3) if name in EVERYDAY_IN_STAGE_3 else (0, 1, 3):
         actual = run_ranks(_train, 2, str(tmp_path), name, stage, tied, options, timeout_s=120)
         for outcome in actual:
             _assert_same(outcome, expected)

@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    LlamaConfig,
 )
 
 import hf_zero as zero
@@ -94,6 +95,16 @@ def _train(recipe: str, folder: Path, argv: list[str], timeout_s: float = 60) ->
     printed = run_ranks(_run, 2, recipe, [*argv, f"--output_dir={out}"], str(folder), timeout_s=timeout_s)
     assert "world size 2" in printed[0] and "world size" not in printed[1]
     return printed[0], out
+
+
+def _tiny_llama(folder: Path) -> str:
+    """The option that names a model of 20,000 parameters, which reads bytes."""
+    tokenizer = inputs.byte_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return f"--model_name_or_path={folder}"
 
 
 def _assert_changed(model: torch.nn.Module, start: torch.nn.Module) -> None:
@@ -227,7 +238,8 @@ def test_loops_of_their_own_call_the_number_of_steps_as_the_trainer_does(name: s
 
 
 def test_custom_loop_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    argv = ['--zero={"stage": 3}', _few_rows("custom_loop", tmp_path), "--batch_size=4", "--learning_rate=1e-3"]
+    model = _tiny_llama(tmp_path / "start")
+    argv = ['--zero={"stage": 3}', _few_rows("custom_loop", tmp_path), "--batch_size=8", "--learning_rate=1e-3", model]
     printed, out = _train("custom_loop", tmp_path, argv)
     expected = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert "epoch 0: held-out loss" in printed and "epoch 1: held-out loss" in printed
@@ -249,18 +261,15 @@ def test_nn_transformer_leaves_a_state_dict_of_plain_torch(tmp_path: Path) -> No
     assert state["head.weight"].shape == (32, 64)
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        0,
-        3,
-    ],
-)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_muon_leaves_what_from_pretrained_loads(stage: int, tmp_path: Path) -> None:
+    start = tmp_path / "start"
     argv = [f'--zero={{"stage": {stage}}}', _few_rows("muon", tmp_path), "--max_steps=2", "--batch_size=4"]
-    printed, out = _train("muon", tmp_path, argv)
+    printed, out = _train("muon", tmp_path, [*argv, _tiny_llama(start)])
     assert "trained: 2 steps" in printed
-    _assert_changed(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out / "start"))
+    made, before = (AutoModelForCausalLM.from_pretrained(each) for each in (out, start))
+    _assert_changed(made, before)
+    _assert_changed(made.model.layers[0].mlp, before.model.layers[0].mlp)  # which is Muon's
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests.integrations import states
 from tests.integrations.states import State
 from tests.models import CASES, LENGTH, VOCAB, make_model
 
-NUM_ROWS, BATCH = 24, 2
+NUM_ROWS, BATCH = 20, 2
 
 
 class Counter:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +33,7 @@ from tests.models import CASES, LENGTH, VOCAB, make_model
 from tests.ranks import alone, by_hand, on_ranks
 
 CASE = CASES["llama"]
-NUM_ROWS, BATCH, RANKS = 24, 2, 2
+NUM_ROWS, BATCH, RANKS = 16, 2, 2
 
 Optimizer = torch.optim.Optimizer
 
@@ -147,7 +148,13 @@ def train(loop: Loop, folder: str = "") -> Result:
 
 
 def oracle(loop: Loop) -> Result:
-    """One process: the ranks' batches one after the other, each loss divided by their number."""
+    """One process; it knows neither the order of `prepare` nor the stage nor a mixed precision."""
+    return _oracle(replace(loop, order="", stage=0, mixed_precision=""))
+
+
+@functools.cache
+def _oracle(loop: Loop) -> Result:
+    """The ranks' batches one after the other, each loss divided by their number."""
     model, optimizer, scheduler = make_parts(loop)
     data, losses, norms = rows(), [], []
     batches = [torch.utils.data.default_collate(data[i : i + BATCH]) for i in range(0, NUM_ROWS, BATCH)]
@@ -182,15 +189,16 @@ def compare(found: Result, wanted: Result, tolerance: float = 2e-6, weight_toler
 
 
 LOOPS = [
-    *(Loop(stage=stage) for stage in (0, 1, 2, 3)),
+    *(Loop(stage=stage) for stage in (0, 2)),
     *(Loop(order, 3) for order in ("optimizer_first", "apart_model_first", "apart_optimizer_first", "methods")),
     Loop("optimizer_first", 1),
-    *(Loop("model_first", stage, is_warm=True) for stage in (2, 3)),
+    Loop("model_first", 3, is_warm=True),
     Loop("methods", 1, is_warm=True),
     *(Loop(stage=stage, micro_batches=2) for stage in (1, 3)),
     *by_hand(
+        *(Loop(stage=stage) for stage in (1, 3)),
         Loop("apart_optimizer_first", 2),
-        Loop("model_first", 0, is_warm=True),
+        *(Loop("model_first", stage, is_warm=True) for stage in (0, 2)),
         Loop("apart_optimizer_first", 3, is_warm=True),
         *(Loop(stage=stage, micro_batches=2) for stage in (0, 2)),
         Loop(stage=3, micro_batches=4, max_norm=0.0),

@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_zero as zero
 from tests.models import CASES, make_model
-from tests.ranks import on_ranks
+from tests.ranks import by_hand, on_ranks
 
 CASE = CASES["llama"]
 
@@ -67,7 +67,7 @@ def test_rank_0_saves_alone_while_others_go_on(stage: int, collectives: str, kin
     accelerator.wait_for_everyone()
 
 
-@on_ranks(2, stage=[1, 2, 3], collectives=["pairwise", "host"], optimizers=[1, 2])
+@on_ranks(2, stage=[1, 3, *by_hand(2)], collectives=["pairwise", "host"], optimizers=[1, 2])
 def test_rank_0_saves_two_models_alone(stage: int, collectives: str, optimizers: int, tmp_path: Path) -> None:
     """As a script does that trains a text encoder, too: with one optimizer for both models, or one each."""
     folder = tmp_path / f"{stage}{collectives}{optimizers}"
@@ -125,7 +125,7 @@ def test_a_hook_of_save_state_saves_on_the_main_process_as_diffusers_scripts_do(
     accelerator.wait_for_everyone()
 
 
-@on_ranks(2, stage=[1, 2, 3])
+@on_ranks(2, stage=[1, 3, *by_hand(2)])
 def test_folder_of_rank_0_counts_for_all(stage: int, tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared(stage, "pairwise")
     step(accelerator, model, optimizer, 0)

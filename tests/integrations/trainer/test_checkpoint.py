@@ -60,6 +60,7 @@ from tests.integrations.trainer.runs import (
 from tests.ranks import by_hand, on_ranks, run_alone, run_ranks
 
 SAVING: Values = {"save_strategy": "steps", "save_steps": 2}
+SHORT: Values = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 MOMENTS_ON_DISK = {"optimizer": "disk", "path": tempfile.gettempdir()}
 DISK = {**MOMENTS_ON_DISK, "parameters": "disk"}
 
@@ -96,18 +97,18 @@ class Run:
 
 
 RUNS = [
-    *(Run(f"stage{stage}", stage, with_dropout) for stage in (1, 3)),
     Run("mixtral", 3, mixtral),
-    Run("adapters", 3, with_adapters),
     Run("plain_module_per_writer", 3, plain_module, zero_of(3, checkpoint_files="per_writer")),
-    Run("fused", 3, options={"optim": "adamw_torch_fused"}),
-    Run("adafactor_async", 1, options={"optim": "adafactor", **zero_of(1, async_save=True)}),
+    Run("adafactor_async", 1, with_dropout, {"optim": "adafactor", **zero_of(1, async_save=True)}),
     Run("disk_mixed", 2, options={"bf16": True, **zero_of(2, offload=MOMENTS_ON_DISK)}),
-    Run("async", 3, with_dropout, zero_of(3, async_save=True)),
-    Run("per_writer", 3, with_dropout, zero_of(3, checkpoint_files="per_writer")),
-    Run("accumulation", 3, options={"gradient_accumulation_steps": 2, "max_steps": 4}),
+    Run("async_accumulation", 3, with_dropout, {"gradient_accumulation_steps": 2, **zero_of(3, async_save=True)}),
     *by_hand(
-        *(Run(f"stage{stage}", stage, with_dropout) for stage in (0, 2)),
+        *(Run(f"stage{stage}", stage, with_dropout) for stage in (0, 1, 2, 3)),
+        Run("adapters", 3, with_adapters),
+        Run("per_writer", 3, with_dropout, zero_of(3, checkpoint_files="per_writer")),
+        Run("async", 3, with_dropout, zero_of(3, async_save=True)),
+        Run("fused", 3, options={"optim": "adamw_torch_fused"}),
+        Run("accumulation", 3, options={"gradient_accumulation_steps": 2}),
         Run("tied", 3, gpt2),
         Run("frozen", 2, partly_frozen),
         Run("bf16", 3, options={"bf16": True}),
@@ -123,19 +124,19 @@ RUNS = [
 def stop_and_go_on(run: Run, folder: str) -> None:
     place = f"{folder}/run_{run.name}"
     with small_windows(1024) if "per_writer" in run.name else nullcontext():
-        straight = make_trainer(folder, run.stage, run.build, output_dir=place, **SAVING, **run.options)
+        straight = make_trainer(folder, run.stage, run.build, output_dir=place, **SHORT, **run.options)
         straight.train()
-        before = state_of(straight, since=2)
+        before = state_of(straight, since=1)
         if dist.get_rank() == 0:
-            shutil.rmtree(f"{place}/checkpoint-4")
+            shutil.rmtree(f"{place}/checkpoint-2")
         dist.barrier()
-        resumed = make_trainer(folder, run.stage, run.build, output_dir=place, **SAVING, **run.options)
+        resumed = make_trainer(folder, run.stage, run.build, output_dir=place, **SHORT, **run.options)
         resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 4
-    assert_same_state(before, state_of(resumed, since=2))
-    assert sorted(os.listdir(place)) == ["checkpoint-2", "checkpoint-4"]
-    manifest = read_manifest(Path(place, "checkpoint-4"))
-    assert (manifest.step, manifest.world_size, manifest.stage) == (4, 2, run.stage)
+    assert resumed.state.global_step == 2
+    assert_same_state(before, state_of(resumed, since=1))
+    assert sorted(os.listdir(place)) == ["checkpoint-1", "checkpoint-2"]
+    manifest = read_manifest(Path(place, "checkpoint-2"))
+    assert (manifest.step, manifest.world_size, manifest.stage) == (2, 2, run.stage)
 
 
 @on_ranks(2, run=RUNS)
@@ -145,7 +146,7 @@ def test_resumed_training_equals_one_that_never_stopped(run: Run, folder: str) -
 
 def last_of(name: str, folder: str) -> Path:
     """The last checkpoint of one of the runs above, which takes place now if it has not yet."""
-    path = Path(folder, f"run_{name}", "checkpoint-4")
+    path = Path(folder, f"run_{name}", "checkpoint-2")
     if not path.exists():
         run_ranks(stop_and_go_on, 2, next(run for run in RUNS if run.name == name), folder)
     return path
@@ -153,12 +154,12 @@ def last_of(name: str, folder: str) -> Path:
 
 def test_checkpoint_is_an_export(folder: str) -> None:
     """Plain transformers loads what stage 3 saved."""
-    path = last_of("fused", folder)
+    path = last_of("async_accumulation", folder)
     model, saved = AutoModelForCausalLM.from_pretrained(path), load_file(path / "model.safetensors")
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["per_writer", "plain_module_per_writer"])
+@pytest.mark.parametrize("name", [*by_hand("per_writer"), "plain_module_per_writer"])
 def test_files_with_one_writer_each_are_joined_by_an_export(folder: str, tmp_path: Path, name: str) -> None:
     checkpoint = last_of(name, folder)
     names = sorted(path.name for path in checkpoint.iterdir() if "safetensors" in path.name)
@@ -197,14 +198,25 @@ def elsewhere(folder: str, stage: int, build: Build, name: str, **options: Any) 
     return trainer_of(build(folder), args, train_dataset=dataset(60, seed=4), data_collator=Recorder())
 
 
+class StateAtSave(TrainerCallback):
+    """Takes down what the first checkpoint is of."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.state: State | None = None
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.state = self.state or state_of(self.trainer)
+
+
 @undone
 def save_there(folder: str, stage: int, build: Build, name: str, **options: Any) -> tuple[State, list[Any]]:
-    trainer = elsewhere(folder, stage, build, name, max_steps=2, **options)
+    trainer = elsewhere(folder, stage, build, name, max_steps=4, **options)
+    at_save = StateAtSave(trainer)
+    trainer.add_callback(at_save)
     trainer.train()
-    at_save = state_of(trainer)
-    trainer = elsewhere(folder, stage, build, f"{name}_straight", max_steps=4, **options)
-    trainer.train()
-    return at_save, trainer.data_collator.rows[: 4 * GLOBAL_BATCH // dist.get_world_size()]
+    assert at_save.state is not None
+    return at_save.state, trainer.data_collator.rows[: 4 * GLOBAL_BATCH // dist.get_world_size()]
 
 
 class StateAtStart(TrainerCallback):
@@ -237,7 +249,7 @@ def resume_here(folder: str, stage: int, build: Build, name: str, **options: Any
 @pytest.mark.parametrize(
     ("build", "from_stage", "to"),
     [
-        (loaded, 3, {1: 3, 2: 1, 3: 2}),
+        (loaded, 3, {1: 3, 3: 2, **dict(by_hand((2, 1)))}),
         (mixtral, 1, {2: 3}),
         (gpt2, 3, {3: 0}),
         (partly_frozen, 0, {2: 3}),
@@ -448,9 +460,9 @@ def test_signal_to_one_rank_saves_on_all_at_the_same_step(folder: str) -> None:
 def count_what_resuming_reads(folder: str) -> list[tuple[int, int, int]]:
     """For a checkpoint that is named, and for the newest one."""
     found = []
+    path = f"{folder}/counted"
+    make_trainer(folder, 3, output_dir=path, max_steps=2, **SAVING).train()
     for by_name in (True, False):
-        path = f"{folder}/counted_{by_name}"
-        make_trainer(folder, 3, output_dir=path, max_steps=2, **SAVING).train()
         trainer = make_trainer(folder, 3, output_dir=path, max_steps=3)
         files = [read_layout(each) for each in Path(path, "checkpoint-2").glob("*.safetensors")]
         with counting_reads() as sizes:

@@ -28,7 +28,7 @@ from tests.integrations.trainer.runs import (
     undone,
     with_adapters,
 )
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import by_hand, on_ranks, run_ranks
 
 LOAD_WITHOUT_US = """
 import sys
@@ -93,7 +93,7 @@ def test_saved_folders_load_without_hf_zero(folder: str) -> None:
     assert args.zero_config == zero.ZeroConfig(stage=3, collectives=COLLECTIVES)
 
 
-@on_ranks(2, kind=[(1, loaded), (3, loaded), (3, gpt2), (0, loaded)])
+@on_ranks(2, kind=[(1, loaded), (3, gpt2), *by_hand((3, loaded), (0, loaded))])
 @undone
 def test_the_best_of_the_checkpoints_of_weights_is_loaded_at_the_end(kind: tuple[int, Build], folder: str) -> None:
     stage, build = kind
@@ -144,7 +144,7 @@ def test_rank_0_saves_the_model_alone(stage: int, build: Build, folder: str) -> 
     dist.barrier()
 
 
-@on_ranks(2, stage=[1, 3])
+@on_ranks(2, stage=[3, *by_hand(1)])
 @undone
 def test_output_folder_of_rank_0_counts_for_all(stage: int, folder: str) -> None:
     def out(rank: int) -> str:

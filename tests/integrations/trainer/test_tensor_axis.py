@@ -20,7 +20,7 @@ from hf_zero.errors import ConfigError
 from tests.ranks import on_ranks, run_alone, run_ranks
 from tests.tensor_axis import LENGTH, VOCAB, load, loss_of, saved
 
-_STEPS = 4
+_STEPS = 3
 
 
 def _data(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
