@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_zero as zero
 from tests.engine.twins import SHARDED, Net, Twins, batch, sgd, whole
-from tests.ranks import on_ranks
+from tests.ranks import by_hand, on_ranks
 
 WHERE = [(1, "host"), (3, "pairwise")]
 Change = Callable[[nn.Module], Any]
@@ -109,16 +109,15 @@ def _assigned_in_part(model: nn.Module) -> None:
 
 CHANGES: list[Change] = [
     _l1,
-    _random,
-    _structured,
+    *by_hand(_random, _structured),
     _from_masks,
     _everywhere,
     _pruned_for_good,
-    _weight_norm,
+    *by_hand(_weight_norm),
     _weight_norm_removed,
     _spectral_norm,
     _parametrised,
-    _parametrised_with_a_way_back,
+    *by_hand(_parametrised_with_a_way_back),
     _parametrised_for_a_while,
     _all_replaced,
     _assigned,

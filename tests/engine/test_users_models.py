@@ -245,7 +245,7 @@ def test_a_frozen_block_may_change_its_input_in_place(stage: int) -> None:
         model.blocks.requires_grad_(False)
         return model
 
-    Twins(stage, make, prefetch_bytes=0).step(3)
+    Twins(stage, make, prefetch_bytes=0).step(2)
 
 
 class Careless(Net):

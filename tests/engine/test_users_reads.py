@@ -67,7 +67,7 @@ def test_parameters_read_outside_their_modules_are_whole_and_trained(
         return model(x, checkpointing).pow(2).mean() * 0.01 + model(x * 2).abs().mean() * 0.01
 
     twins = Twins(stage, Reading, loss, collectives=collectives, prefetch_bytes=prefetch_bytes)
-    twins.step(3)
+    twins.step(2)
     twins.assert_same_output()
     loss(twins.model, twins.own())  # a graph that is dropped
     twins.step()
@@ -85,7 +85,7 @@ def test_full_tensor_and_computed_values_outside_a_forward_are_whole_and_reduced
         return (hidden @ weight).pow(2).mean() + penalty + shrunk.max() + model.head.weight[1:].norm()
 
     twins = Twins(stage, loss=loss)
-    twins.step(3)
+    twins.step()
     given = torch.ones(2, twins.reference.head.weight.shape[1])
     here, there = (nn.functional.linear(given, model.head.weight) for model in (twins.model, twins.reference))
     torch.testing.assert_close(here, there)
@@ -117,7 +117,7 @@ def _penalised(model: nn.Module, x: Tensor) -> Tensor:
 def _train_penalised(stage: int, **config: Any) -> None:
     # The penalties are large, and so is what the order of their additions leaves in float32.
     twins = Twins(stage, loss=_penalised, make=lambda: Net().double(), draw=lambda *at: batch(*at).double(), **config)
-    twins.step(2)
+    twins.step()
     for micro in range(2):  # and while gradients are kept
         with twins.model.no_sync() if micro == 0 else contextlib.nullcontext():
             _penalised(twins.model, batch(50 + micro, twins.rank).double()).backward()
@@ -147,7 +147,7 @@ class _Penalising(Net):
 
 @on_ranks(2, stage=SHARDED)
 def test_regulariser_inside_the_forward_is_part_of_the_loss(stage: int) -> None:
-    Twins(stage, _Penalising, lambda model, x: model(x)).step(3)
+    Twins(stage, _Penalising, lambda model, x: model(x)).step(2)
 
 
 class _Few(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from hf_zero.errors import CheckpointError
-from tests.optim.test_stepping import Classifier, backward, furthest, make, train
+from tests.optim.test_stepping import STEPS, Classifier, backward, furthest, make, train
 from tests.ranks import on_ranks, run_ranks
 
 Case = Callable[[Classifier], None]
@@ -532,7 +532,7 @@ def _save(folder: str) -> None:
 def _resume(folder: str) -> None:
     accelerator, model, optimizer = _accelerated(DottedKeys, 1)
     accelerator.load_state(folder)
-    train(model, optimizer, range(2, 4))
+    train(model, optimizer, range(2, STEPS))
     oracle = make()
     train(oracle, DottedKeys(oracle.parameters()))
     assert furthest(model, oracle) == 0.0

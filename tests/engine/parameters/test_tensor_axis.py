@@ -27,7 +27,7 @@ from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.plan.summary import summary
 from hf_zero.sharding.tensor_parallel import refuse_mixed_parts
 from tests.models import train
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import by_hand, on_ranks, run_ranks
 from tests.tensor_axis import CONFIGS, load, loss_of, saved, shared_folder, tokens
 
 Values = dict[str, Tensor]
@@ -71,7 +71,7 @@ def _of_transformers_alone(folder: str) -> tuple[list[float], Values]:
 
 def _of_two_axes(folder: str) -> list[tuple[float, Values]]:
     found = []
-    for stage, is_checkpointed in ((1, False), (2, False), (3, False), (3, True)):
+    for stage, is_checkpointed in ((1, False), *by_hand((2, False), (3, False)), (3, True)):
         model, engine = _partitioned(folder, stage)
         if is_checkpointed:
             model.gradient_checkpointing_enable()
@@ -112,7 +112,7 @@ def _assert_like_one_process(stage: int, **config: Any) -> None:
     share = 2 // data.num_ranks
     for each, cells in ((plain, range(2)), (model, range(data.rank * share, (data.rank + 1) * share))):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9)
-        found.append(train(each, optimizer, loss_of, tokens, range(3), cells, clip=0.5))
+        found.append(train(each, optimizer, loss_of, tokens, range(2), cells, clip=0.5))
     (losses, norms), (ours, our_norms) = found
     assert ours == pytest.approx(losses[data.rank :: data.num_ranks], rel=1e-6)
     assert our_norms == pytest.approx(norms, rel=1e-6)
@@ -167,7 +167,7 @@ def test_a_rank_holds_its_part_of_both_axes_and_the_ledger_tells_them_apart() ->
     model, engine = _partitioned(shared_folder("llama"), 3)
     world = engine.world
     assert (world.num_ranks, world.num_shards, world.tensor.num_ranks, world.data.num_ranks) == (4, 2, 2, 2)
-    planned = 0
+    planned, whole = 0, whole_state_dict(model)
     for param in model.parameters():
         assert isinstance(param, PartitionedTensor)
         assert param.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
@@ -175,7 +175,7 @@ def test_a_rank_holds_its_part_of_both_axes_and_the_ledger_tells_them_apart() ->
         planned += is_planned
         fair = param.numel() / (4 if is_planned else 2)
         assert abs(param.to_local().numel() - fair) <= math.prod(param.shape[1:])  # a row more or less
-        assert torch.equal(param.full_tensor(), whole_state_dict(model)[engine.find(param).name])  # type: ignore[union-attr]
+        assert torch.equal(param.full_tensor(), whole[engine.find(param).name])  # type: ignore[union-attr]
     assert planned == 16
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, tokens(0, world.data.rank)).backward()
@@ -236,6 +236,7 @@ def test_a_whole_model_is_shared_over_the_tensor_axis_with_the_values_of_rank_0(
     torch.manual_seed(dist.get_rank())
     folder = shared_folder("tied")
     reference, _ = _partitioned(folder, 3)
+    expected = whole_state_dict(reference)
     meshes = (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp")))
     for mesh, size in zip(meshes, (2, 1), strict=True):
         model = load(folder)
@@ -244,8 +245,9 @@ def test_a_whole_model_is_shared_over_the_tensor_axis_with_the_values_of_rank_0(
         engine = zero.shard_model(model, {"stage": 3, "tp_size": size, "collectives": "pairwise"}, mesh=mesh)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert all(param.untyped_storage().nbytes() < 2**14 for param in model.parameters())
-        for key, value in whole_state_dict(reference).items():
-            assert torch.equal(value, whole_state_dict(model)[key])
+        found = whole_state_dict(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
         ours, theirs = (loss_of(each, tokens(0, engine.world.data.rank)) for each in (model, reference))
         assert torch.equal(ours, theirs)
     with zero.Init({"stage": 2, "tp_size": 2, "collectives": "pairwise"}):
@@ -255,7 +257,7 @@ def test_a_whole_model_is_shared_over_the_tensor_axis_with_the_values_of_rank_0(
 
 
 def _descend(model: Any, cells: Iterable[int]) -> list[float]:
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_of, tokens, range(3), list(cells))[0]
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.5), loss_of, tokens, range(2), list(cells))[0]
 
 
 def _assert_resized(name: str, size: int, is_late: bool) -> None:

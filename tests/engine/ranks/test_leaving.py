@@ -1,7 +1,9 @@
 """Rank 0 saves alone at the very end, when the others' programs have ended."""
 
+import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,19 +15,20 @@ from hf_zero.engine.ranks import leaving
 from tests.engine.twins import Net
 from tests.ranks import ENVIRONMENT, on_ranks
 
+# One process imports, and is forked into the ranks of several programs: each ends as Python ends.
 SCRIPT = """
-import sys, time
+import json, os, sys, time
 import torch, torch.distributed as dist
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from tests.engine.twins import Net, batch, square_loss
 
-store, rank, stage, ending = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+folder, programs = sys.argv[1], json.loads(sys.argv[2])
 
 
 def main_worker():
     torch.manual_seed(0)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{folder}/{ending}.store", rank=rank, world_size=2)
     model = Net()
     zero.shard_model(model, {"stage": stage, "timeout_s": 20})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -39,7 +42,7 @@ def main_worker():
     dist.barrier()
     if not rank:
         time.sleep(0.5)
-        torch.save((together, (whole_state_dict(model), optimizer.state_dict()["state"])), store + " saved")
+        torch.save((together, (whole_state_dict(model), optimizer.state_dict()["state"])), f"{folder}/{ending}.saved")
     if ending == "destroyed":
         dist.destroy_process_group()
 
@@ -51,44 +54,51 @@ def main():
         print("alone")
 
 
-if __name__ == "__main__":
+children = {}
+for ending, stage, rank in [(ending, stage, rank) for ending, stage in programs for rank in range(2)]:
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(f"{folder}/{ending}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        break
+    children[child] = f"{ending}.{rank}"
+if not child:
     main()
+else:
+    codes = {children[each]: os.waitstatus_to_exitcode(status) for each, status in (os.wait() for _ in children)}
+    print(json.dumps(codes))
 """
+PROGRAMS = [("returned", 3), ("destroyed", 1), ("error", 1)]
 
 
-def _run(folder: Path, stage: int, ending: str) -> list[subprocess.CompletedProcess[str]]:
+@dataclass(frozen=True)
+class Ended:
+    """Programs of two ranks: their folder, and the exit codes and errors of both."""
+
+    folder: Path
+    codes: dict[str, int]
+
+    def ranks(self, ending: str) -> list[tuple[int, str]]:
+        return [
+            (self.codes[f"{ending}.{rank}"], Path(self.folder, f"{ending}.{rank}").read_text()) for rank in range(2)
+        ]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("leaving")
     script = folder / "script.py"
     script.write_text(SCRIPT)
     root = str(Path(__file__).resolve().parents[3])
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder / "store"), str(rank), str(stage), ending],
-            env=ENVIRONMENT | {"PYTHONPATH": root},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [each.communicate(timeout=240)[1] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    done = [
-        subprocess.CompletedProcess(each.args, each.returncode, stderr=e)
-        for each, e in zip(started, errors, strict=True)
-    ]
-    return done
+    command = [sys.executable, str(script), str(folder), json.dumps(PROGRAMS)]
+    environment = ENVIRONMENT | {"PYTHONPATH": root}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    return Ended(folder, json.loads(done.stdout))
 
 
-@pytest.mark.parametrize(("stage", "ending"), [(3, "returned"), pytest.param(1, "destroyed", marks=pytest.mark.slow)])
-def test_weights_and_states_saved_by_rank_0_after_the_others_have_ended(
-    stage: int, ending: str, tmp_path: Path
-) -> None:
-    assert [
-        (each.returncode, each.stderr[-2000:] if each.returncode else "") for each in _run(tmp_path, stage, ending)
-    ] == [(0, "")] * 2
-    together, alone = torch.load(tmp_path / "store saved")
+@pytest.mark.parametrize("ending", ["returned", "destroyed"])
+def test_weights_and_states_saved_by_rank_0_after_the_others_have_ended(ending: str, ended: Ended) -> None:
+    assert [(code, error[-2000:] if code else "") for code, error in ended.ranks(ending)] == [(0, "")] * 2
+    together, alone = torch.load(ended.folder / f"{ending}.saved")
     assert together[0].keys() == alone[0].keys()
     assert all(torch.equal(alone[0][key], value) for key, value in together[0].items())
     assert len(together[1]) == len(alone[1]) > 0
@@ -96,10 +106,10 @@ def test_weights_and_states_saved_by_rank_0_after_the_others_have_ended(
         assert torch.equal(alone[1][number]["momentum_buffer"], state["momentum_buffer"])
 
 
-def test_a_rank_that_ends_by_an_error_does_not_stay(tmp_path: Path) -> None:
-    first, second = _run(tmp_path, 1, "error")
-    assert "ValueError: on purpose" in second.stderr
-    assert "CollectiveError: rank 0 lost rank 1" in first.stderr
+def test_a_rank_that_ends_by_an_error_does_not_stay(ended: Ended) -> None:
+    (_, first), (_, second) = ended.ranks("error")
+    assert "ValueError: on purpose" in second
+    assert "CollectiveError: rank 0 lost rank 1" in first
 
 
 @on_ranks(2)

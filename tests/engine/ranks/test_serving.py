@@ -60,7 +60,7 @@ def _check(twins: Twins) -> None:
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
 def test_reads_of_rank_0_alone_are_those_of_the_whole_model(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives)
-    for _ in range(3):
+    for _ in range(2):
         twins.step()
         if dist.get_rank() == 0:
             _check(twins)
@@ -70,7 +70,7 @@ def test_reads_of_rank_0_alone_are_those_of_the_whole_model(stage: int, collecti
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES, prefetch_bytes=[0, 10**6])
 def test_reads_of_rank_0_alone_others_in_the_next_step(stage: int, collectives: str, prefetch_bytes: int) -> None:
     twins = Twins(stage, collectives=collectives, prefetch_bytes=prefetch_bytes)
-    for _ in range(3):
+    for _ in range(2):
         twins.backward_reference()
         twins.backward()
         twins.optimizers[0].step()
@@ -96,7 +96,7 @@ def test_reads_of_rank_0_alone_others_make_a_group(stage: int) -> None:
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
 def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives)
-    for _ in range(3):
+    for _ in range(2):
         twins.step()
         with torch.no_grad():
             twins.model(twins.own())
