@@ -23,7 +23,8 @@ _DROPPED = {"HF_ZERO_COLLECTIVES", "ACCELERATE_USE_CPU"} if torch.cuda.is_availa
 
 
 _BY_HAND = {
-    *("alone", "bf16", "compiled", "half", "mixed", "moved", "parity", "raises", "recomputation", "resume"),
+    *("alone", "bf16", "compiled", "half", "late", "memory", "mixed", "moved", "parity", "raises", "recomputation"),
+    "resume",
     *(each.__name__ for each in (*offload.OF_TWO, *offload_doors.OF_TWO, *offload_measured.OF_TWO, *ordinary.OF_TWO)),
 }  # on CPUs, other tests show the same
 
@@ -123,8 +124,9 @@ def late_device() -> None:
 @pytest.fixture
 def built_late_device() -> None:
     """Nobody waits for a build every day."""
-    code = "import sys; from tests.gpu.late.device import is_built; sys.exit(not is_built())"
-    if subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=False).returncode:
+    from tests.gpu.late.device import is_built  # which imports what builds extensions
+
+    if not is_built():
         pytest.skip("the late device is not built: `python -m tests.gpu.late.device` does so, in a minute of one core")
 
 
