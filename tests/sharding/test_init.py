@@ -291,15 +291,10 @@ def check_lora(stage: int, is_late: bool, folder: str) -> None:
     assert trained and all("lora" in name for name in trained)
 
 
-@on_ranks(2, stage=[1, 3], is_late=[False, True])
+@on_ranks(2, 3, stage=[1, 3], is_late=[False, True])
 def test_adapters_may_be_added_to_a_loaded_model(stage: int, is_late: bool, folder: str) -> None:
     """Before `shard_model`, and before the first forward."""
     check_lora(stage, is_late, folder)
-
-
-@on_ranks(3, is_late=[True, *by_hand(False)])
-def test_adapters_may_be_added_to_a_model_loaded_on_three_ranks(is_late: bool, folder: str) -> None:
-    check_lora(3, is_late, folder)
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 2), (2, 3), (3, 3)])
