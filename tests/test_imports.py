@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -69,13 +70,24 @@ def _modules() -> dict[str, Path]:
     return {name: path for name, path in found.items() if name != "__init__" and path.read_text().strip()}
 
 
-def _imports(source: str) -> set[str]:
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
+def _nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(_tree(source)))
+
+
+@functools.cache
+def _imports(source: str) -> frozenset[str]:
     visitor = _Imports()
-    visitor.visit(ast.parse(source))
-    return visitor.names
+    visitor.visit(_tree(source))
+    return frozenset(visitor.names)
 
 
-def _own(names: set[str], modules: dict[str, Path]) -> set[str]:
+def _own(names: Set[str], modules: dict[str, Path]) -> set[str]:
     """Those of `names` that are files of hf_zero."""
     found = set()
     for name in names:
@@ -138,7 +150,7 @@ _IMPORTS_BY_NAME = {"checkpoint.files.state_values"}
 
 def _hidden_imports(source: str) -> list[str]:
     """Imports of hf_zero, or of nobody knows what, that `_imports` does not see: a circle could hide behind them."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in _nodes(source) if isinstance(node, ast.Call)]
     by_name = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("import_module", "__import__")]
     return [
         ast.unparse(call)
@@ -214,7 +226,7 @@ _FACTORIES = {
 
 @pytest.mark.parametrize("name", [name for name in _modules() if not name.startswith("bench")])
 def test_tensors_are_made_on_a_device_that_is_named(name: str) -> None:
-    for node in ast.walk(ast.parse(_modules()[name].read_text())):
+    for node in _nodes(_modules()[name].read_text()):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FACTORIES:
             is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             assert not is_torch or any(each.arg == "device" for each in node.keywords), f"{name}: line {node.lineno}"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tests.integrations.trainer import runs
 from tests.integrations.trainer.runs import Build, loaded
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_trainer(folder: str, run: str, build: Build = loaded, **options: Any) -> Any:

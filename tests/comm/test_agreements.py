@@ -167,7 +167,7 @@ def _miss(late: int, how: str, timeout_s: float) -> tuple[str, float]:
             time.sleep(0.3 * made.rank)  # they come one after another, so that the first ones give up first
             return _message(made, "the end of backward")
         if how == "dies":
-            time.sleep(2)
+            time.sleep(1)
             os._exit(1)
         return "", 0.0
 

@@ -378,7 +378,7 @@ def test_what_is_to_come_is_asked_for_before_anything_is_sent() -> None:
 
 
 def _swapped_units(kind: str) -> str:
-    collectives = _make("pairwise", timeout_s=2.0)
+    collectives = _make("pairwise", timeout_s=1.0)
     layout = RowLayout((4,), 2)
     with pytest.raises(CollectiveError) as caught:
         for name in ("a", "b") if collectives.rank else ("b", "a"):

@@ -37,7 +37,7 @@ from tests.ranks import RankFailure, _workers, on_ranks, run_ranks
 _CHOICES = ("native", "pairwise", "host")
 _ANY_CHOICE = pytest.mark.parametrize("choice", _CHOICES)
 _WIDTH = 5  # rows that two ranks cannot share alike
-_NUM_STEPS = {"native": 10, "pairwise": 20, "host": 60}  # most where ranks see each other's memory
+_NUM_STEPS = {"native": 5, "pairwise": 10, "host": 30}  # most where ranks see each other's memory
 _LONG_S = 60.0  # a rank that waits this long is killed by the pool, and the test fails
 
 
@@ -226,11 +226,11 @@ def _assert_named(choice: str, messages: dict[str, str], what: str, rank: int) -
 def _stall(choice: str) -> dict[str, str]:
     # gloo's own reduce-scatter goes on after the wait for it has ended, and its group cannot be closed before its end.
     kinds = [kind for kind in _kinds(choice) if (choice, kind) != ("native", "reduce_scatter")]
-    made = {kind: _make(choice, timeout_s=0.5) for kind in kinds}
+    made = {kind: _make(choice, timeout_s=0.25) for kind in kinds}
     for kind, collectives in made.items():
         collectives.timeout_s = _LONG_S  # an exchange of both comes first
         _exchange(collectives, kind, "of both")
-        collectives.timeout_s = 0.5
+        collectives.timeout_s = 0.25
     dist.barrier()
     return _messages(made) if dist.get_rank() == 0 else {}
 
@@ -238,7 +238,7 @@ def _stall(choice: str) -> dict[str, str]:
 @_ANY_CHOICE
 def test_rank_that_stalls_is_named_with_the_operation_and_the_timeout(choice: str) -> None:
     messages = run_ranks(_stall, 2, choice)[0]
-    _assert_named(choice, messages, "waited 0.5 s for", 1)
+    _assert_named(choice, messages, "waited 0.25 s for", 1)
     assert all("timeout_s" in message for message in messages.values())
 
 

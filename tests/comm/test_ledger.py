@@ -23,7 +23,7 @@ from tests.engine.twins import SHARDED, STAGES
 from tests.models import CASES, Stack, make_model, stack_batch
 from tests.ranks import alone, on_ranks, run_ranks
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 Counts = dict[tuple[str, str], tuple[int, int]]
 """Calls and bytes by kind of exchange and unit."""
 
@@ -175,7 +175,8 @@ def test_units_that_backward_needs_first_are_gathered_once() -> None:
     block = place([4 * p.numel() for p in Stack().blocks[0].parameters()])[1]
     counts, units = counts_of_training({"stage": 3, "prefetch_bytes": 2 * block})
     gathers = {unit: counts["gather", unit][0] for unit in units}
-    assert gathers == {"embedding": 3, "blocks.0": 6, "blocks.1": 6, "blocks.2": 3, "head": 3}
+    assert gathers == {unit: NUM_STEPS * (2 if unit in ("blocks.0", "blocks.1") else 1) for unit in units}
+    assert len(gathers) == 5
 
 
 def uneven_bytes(shape: tuple[int, ...], collectives: str) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from hf_zero.sharding.construct import Cutter
 from hf_zero.sharding.whole_window import WINDOW_BYTES, is_mapped
 from hf_zero.torch_compat import local_of
 from tests.models import CASES, VOCAB, AwkwardMLP, Stack
-from tests.ranks import on_ranks
+from tests.ranks import by_hand, on_ranks
 
 # The dtype at rest is then the model's own, as the oracle's is.
 STAGE_3 = {"stage": 3, "master_dtype": "auto", "timeout_s": 20}
@@ -231,7 +231,7 @@ def test_constructed_model_has_the_bits_of_the_unsharded_one(name: str, same_see
     check_construction(name, same_seeds)
 
 
-@on_ranks(3, name=list(CONSTRUCTORS))
+@on_ranks(3, name=["mlp", "hostile", "mixtral", "converted", *by_hand(*CONSTRUCTORS)])
 def test_constructed_model_has_the_bits_of_the_unsharded_one_on_three_ranks(name: str) -> None:
     check_construction(name, same_seeds=False)
 

@@ -32,7 +32,7 @@ from hf_zero.sharding.active import disabled, is_left_whole, is_partitioned, lea
 from hf_zero.sharding.init import activate, undo
 from tests.engine.twins import STAGES
 from tests.models import CASES, AwkwardMLP, make_model
-from tests.ranks import alone, on_ranks, run_ranks
+from tests.ranks import alone, by_hand, on_ranks, run_ranks
 from tests.sharding.test_construct import differences
 from tests.sharding.test_loading import farthest, train
 
@@ -99,12 +99,12 @@ def assert_trains_alike(model: nn.Module, reference: nn.Module, name: str, num_s
     assert gap <= 4e-6
 
 
-@on_ranks(2, stage=STAGES, kind=KINDS)
+@on_ranks(2, stage=STAGES, kind=[("llama", True), ("gpt2", False), ("mlp", False), *by_hand(*KINDS)])
 def test_every_stage_under_init_trains_as_the_unsharded_model(stage: int, kind: tuple[str, bool], folder: str) -> None:
     check_training(stage, kind, folder)
 
 
-@alone(stage=[0, 3], kind=KINDS)
+@alone(stage=[0, 3], kind=[("llama", True), ("gpt2", False), *by_hand(*KINDS)])
 def test_a_world_of_one_under_init_is_the_unsharded_model(stage: int, kind: tuple[str, bool], folder: str) -> None:
     check_training(stage, kind, folder)
 
@@ -291,15 +291,10 @@ def check_lora(stage: int, is_late: bool, folder: str) -> None:
     assert trained and all("lora" in name for name in trained)
 
 
-@on_ranks(2, stage=[1, 3], is_late=[False, True])
+@on_ranks(2, 3, stage=[1, 3], is_late=[False, True])
 def test_adapters_may_be_added_to_a_loaded_model(stage: int, is_late: bool, folder: str) -> None:
     """Before `shard_model`, and before the first forward."""
     check_lora(stage, is_late, folder)
-
-
-@on_ranks(3, is_late=[False, True])
-def test_adapters_may_be_added_to_a_model_loaded_on_three_ranks(is_late: bool, folder: str) -> None:
-    check_lora(3, is_late, folder)
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 2), (2, 3), (3, 3)])
@@ -309,7 +304,10 @@ def test_embeddings_may_be_resized(folder: str, num_ranks: int, stage: int) -> N
 
 
 def check_resizing(folder: str, stage: int) -> None:
-    for name, num_rows, has_engine in itertools.product(("llama", "gpt2"), (40, 37, 30), (False, True)):
+    """Tied, and untied; to as many rows too where there is no engine, as a library may ask for."""
+    cases = [("llama", 40, True), ("llama", 30, False), ("gpt2", 40, False), ("gpt2", 37, False), ("gpt2", 30, True)]
+    cases += by_hand(*itertools.product(("llama", "gpt2"), (40, 37, 30), (False, True)))
+    for name, num_rows, has_engine in cases:
         reference = load(folder, name)
         with hf_zero.Init({"stage": stage, "timeout_s": 20}):
             model = load(folder, name)
@@ -376,7 +374,7 @@ def test_a_moved_model_is_still_that_of_its_own_ranks_and_configuration() -> Non
         assert hf_zero.shard_model(model.to("cpu")).world.config.stage == stage
 
 
-@on_ranks(2, stage=[1, 3])
+@on_ranks(2, stage=[3, *by_hand(1)])
 def test_parts_of_a_loaded_model_and_its_forward_can_be_called_first(stage: int) -> None:
     """As libraries do that put a model into one of their own."""
     plain = make_model(CASES["bert"]).eval()

@@ -29,7 +29,7 @@ from hf_zero.errors import CheckpointError
 from tests.checkpoint.runs import make_trainer
 from tests.integrations.refusals import refused
 from tests.integrations.trainer.runs import Build, loaded, plain_module, undone, with_adapters, with_dropout
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import by_hand, on_ranks, run_ranks
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 FULL_IN_TORCH = RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
@@ -85,6 +85,9 @@ FAULTS = [
 ]
 
 
+_LIKE_OTHERS = ("inner folder", "end of probe", "rows of rank 0", "scheduler", "random state of rank 0")
+
+
 @contextlib.contextmanager
 def injected(fault: Fault) -> Iterator[None]:
     """Within: the fault happens once, on its rank."""
@@ -136,7 +139,8 @@ def save_on_full_disk(folder: str, faults: list[Fault], build: Build) -> None:
 
 
 def test_save_on_a_full_disk_fails_on_all_ranks_and_leaves_the_old_checkpoint(folder: str) -> None:
-    run_ranks(save_on_full_disk, 2, folder, FAULTS, loaded)
+    faults = [fault for fault in FAULTS if fault.name not in _LIKE_OTHERS or by_hand(fault)]
+    run_ranks(save_on_full_disk, 2, folder, faults, loaded)
 
 
 @pytest.mark.parametrize("build", [plain_module, with_adapters])
@@ -167,10 +171,10 @@ class Injecting(TrainerCallback):
 @on_ranks(2)
 @undone
 def test_training_that_met_a_full_disk_goes_on_as_if_it_had_not(folder: str) -> None:
-    """Train for 6 steps with checkpoints; where one cannot be saved, go on from the last one."""
-    straight = make_trainer(folder, f"{folder}/straight", with_dropout)
+    """Train for 4 steps with checkpoints; where one cannot be saved, go on from the last one."""
+    straight = make_trainer(folder, f"{folder}/straight", with_dropout, max_steps=4)
     straight.train()
-    trainer = make_trainer(folder, f"{folder}/over", with_dropout)
+    trainer = make_trainer(folder, f"{folder}/over", with_dropout, max_steps=4)
     trainer.add_callback(Injecting(next(fault for fault in FAULTS if fault.name == "rows of rank 1")))
     with pytest.raises(CheckpointError, match="No space left"):
         trainer.train()

@@ -124,7 +124,7 @@ def _fits(tensor: Tensor, first: Tensor) -> bool:
     return tensor.numel() == first.numel()
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_traced_movements_are_those_of_real_tensors(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

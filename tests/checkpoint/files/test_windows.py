@@ -28,7 +28,7 @@ from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Cut, OwnerLayout, RowLayout, TensorCut, row_major
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import by_hand, on_ranks, run_ranks
 from tests.tensor_axis import CONFIGS, load, saved
 
 
@@ -99,7 +99,7 @@ def _plan(sources: Mapping[str, tuple[Tensor, Source]], filed: torch.dtype) -> t
 
 @on_ranks(
     4,
-    config=({}, {"replicate": 2}, {"tp_size": 2}, {"tp_size": 4}),
+    config=({"replicate": 2}, {"tp_size": 2}, *by_hand({}, {"tp_size": 4})),
     dtype=(torch.float32, torch.bfloat16),
     filed=(torch.float32, torch.bfloat16),
 )

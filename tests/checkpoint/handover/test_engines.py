@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hf_zero as zero
 from tests.engine.twins import EXCHANGES, STAGES
-from tests.ranks import on_ranks
+from tests.ranks import by_hand, on_ranks
 from tests.tensor_axis import load, loss_of, shared_folder, tokens
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -91,7 +91,7 @@ def test_slices_are_those_of_one_process(stage: int, collectives: str, name: str
 
 @on_ranks(
     4,
-    config=[{"stage": 3, "tp_size": 2}, {"stage": 2, "tp_size": 2}, {"stage": 3, "replicate": 2}],
+    config=[{"stage": 3, "tp_size": 2}, {"stage": 3, "replicate": 2}, *by_hand({"stage": 2, "tp_size": 2})],
     name=["llama", "tied"],
 )
 def test_slices_of_models_on_several_axes_are_those_of_one_process(config: dict[str, Any], name: str) -> None:

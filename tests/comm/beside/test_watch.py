@@ -57,6 +57,13 @@ def _watched(level: int = logging.ERROR) -> Iterator[tuple[Collectives, list[str
         watch.logger.removeHandler(handler)
 
 
+def _wait_for(said: list[str], count: int) -> None:
+    """Until so much has been logged, or for very long."""
+    deadline_s = time.monotonic() + 10 * _LIMIT_S
+    while len(said) < count and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+
+
 def _stuck(units: list[str | None], level: int = logging.ERROR) -> list[str]:
     """What this rank logs, where each rank waits in the gather of a unit, or does not."""
     with _watched(level) as (collectives, said):
@@ -64,7 +71,9 @@ def _stuck(units: list[str | None], level: int = logging.ERROR) -> list[str]:
         if unit is not None:
             number = 7 + dist.get_rank()  # they may have interleaved the kinds differently
             collectives._watch.follow(f"gather of {unit!r} (exchange {number})", _LIMIT_S)
-        time.sleep(2 * _LIMIT_S)
+            _wait_for(said, 1 if level == logging.ERROR else 2)
+        dist.barrier()
+        time.sleep(0.3)  # six looks
         collectives.meet("the end")
     return said
 
@@ -90,8 +99,11 @@ def test_who_has_not_come_is_named_once(units: list[str | None], expected: list[
 
 def test_who_has_not_come_is_named_long_before_the_limit() -> None:
     """The watchdog of the program's own group knows the program's limit, and ends the process then."""
-    for said in run_ranks(_stuck, 3, ["a", "a", None], logging.WARNING)[:2]:
+    *waiting, absent = run_ranks(_stuck, 3, ["a", "a", None], logging.WARNING)
+    assert not absent
+    for number, said in enumerate(waiting):
         warned, told = said
+        assert f"in gather of 'a' (exchange {7 + number})" in told
         assert "waited 1 s for rank 2 in gather of 'a'" in warned and "will after 2 s" in warned
         assert "waited 2 s for rank 2 in gather of 'a'" in told
 
@@ -100,15 +112,16 @@ def _slow() -> tuple[list[str], list[str], int]:
     """What is logged where all are slow but come, and then one stays alone; and how many events are kept."""
     with _watched() as (collectives, said):
         collectives._watch.follow("gather of 'a'", _LIMIT_S)
-        time.sleep(0.75 * _LIMIT_S)
+        time.sleep(0.6 * _LIMIT_S)
         _Event.passes.set()
-        time.sleep(0.75 * _LIMIT_S)
+        time.sleep(0.6 * _LIMIT_S)
         nothing, num_kept = list(said), len(collectives._watch._marks)
         _Event.passes = threading.Event()
         collectives.meet("all are there")
         if dist.get_rank() == 0:
             collectives._watch.follow("gather of 'a'", _LIMIT_S)
-        time.sleep(1.5 * _LIMIT_S)
+            _wait_for(said, 1)
+        dist.barrier()
         collectives.meet("the end")
     return nothing, said, num_kept
 
