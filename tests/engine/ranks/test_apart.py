@@ -186,7 +186,7 @@ def _open(twins: Twins) -> None:
 TOGETHER = {each.__name__: each for each in (_forward, _evaluate, _open)}
 
 
-@on_ranks(2, stage=SHARDED, collectives=EXCHANGES, name=["_forward", *by_hand("_evaluate"), "_open"])
+@on_ranks(2, stage=SHARDED, collectives=EXCHANGES, name=["_open", *by_hand("_evaluate"), "_forward"])
 def test_what_is_not_put_back_is_an_error(stage: int, collectives: str, name: str) -> None:
     together: Callable[[Twins], None] = TOGETHER[name]
     twins = Twins(stage, collectives=collectives, timeout_s=SHORT_S)
