@@ -277,7 +277,7 @@ def test_sequences_that_ranks_share_are_longer(
     shared = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     for options in ([], [*shared, "--write", str(out)]):
         code, text = _plan(
-            capsys, folder, "--ranks", "4", "--seq-len", "1024", "--dtype", "float32", "--memory", "64MiB", *options
+            capsys, folder, "--ranks", "4", "--seq-len", "1024", "--dtype", "float32", "--memory", "32MiB", *options
         )
         found = re.search(r"Longest sequence of stage 3, checkpointing: ([\d,]+) tokens", text)
         assert code == 0 and found is not None, text
@@ -296,7 +296,7 @@ def test_long_sequences_are_told_with_and_without_tiles(
     assert code == 0
     assert "Logits of 1,024 tokens over 8,192 words: 32.0 MiB in float32" in text and "Peak of stage 3: " in text
     out = tmp_path / "tiled.yaml"
-    code, text = _plan(capsys, *options, "--tile-tokens", "64", "--memory", "64MiB", "--write", str(out))
+    code, text = _plan(capsys, *options, "--tile-tokens", "64", "--memory", "40MiB", "--write", str(out))
     found = re.search(
         r"Longest sequence of stage 3, checkpointing: ([\d,]+) tokens; ([\d,]+) with tile_tokens 64", text
     )
@@ -311,7 +311,7 @@ def test_long_sequences_are_told_with_and_without_tiles(
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
         kept = activations(model, {"input_ids": tokens, "labels": tokens}, True, 64)
         peaks.append(predict(shapes_of(model), setting, kept).peak)
-    assert peaks[0] <= 0.9 * 64 * 2**20 < peaks[1]
+    assert peaks[0] <= 0.9 * 40 * 2**20 < peaks[1]
     assert ZeroConfig.from_file(out).tile_tokens == 64
 
 
