@@ -32,6 +32,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import TextIOWrapper
@@ -466,3 +467,10 @@ def run_alone(fn: Callable[..., T], *args: Any, timeout_s: float = 60, **kwargs:
     """Run `fn(*args, **kwargs)` in worker 0 without process group and launcher variables; else as `run_ranks`."""
     replies = _run(pickle.dumps((fn, args, kwargs)), 1, timeout_s, has_group=False)
     return cast(T, _results(fn.__qualname__, replies)[0])
+
+
+def run_fresh(fn: Callable[[], T]) -> T:
+    """Run `fn` in a process of its own, in which all is imported and nothing has run yet."""
+    _start_forking()
+    with ProcessPoolExecutor(1, mp_context=_FORKING) as fresh:
+        return fresh.submit(fn).result()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from torch.optim import optimizer as hooks
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.optim.optimizers import rebind_optimizer
-from tests import ranks
 from tests.engine.twins import SHARDED, Twins, sgd
 from tests.models import CASES, make_model, train
-from tests.ranks import by_hand, on_ranks
+from tests.ranks import by_hand, on_ranks, run_fresh
 
 CASE = CASES["gpt2"]  # tied weights: one parameter in two places
 
@@ -118,6 +116,4 @@ def _count_hooks() -> list[tuple[int, int]]:
 
 
 def test_optimizers_are_heard_from_the_first_engine_on_once_a_process() -> None:
-    ranks._start_forking()
-    with ProcessPoolExecutor(1, mp_context=ranks._FORKING) as fresh:  # it has imported all, and made nothing
-        assert fresh.submit(_count_hooks).result() == [(0, 0), (1, 0), (1, 0)]
+    assert run_fresh(_count_hooks) == [(0, 0), (1, 0), (1, 0)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives, Rows, add, divide
-from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.exchange import Exchange, InFlight
 from hf_zero.comm.groups import Axis
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.board import BOARD_BYTES, Board, Lane, Posted, is_short
@@ -186,16 +186,23 @@ class HostCollectives(Collectives):
         lane, description = self._board.lanes[kind], self._describe(kind, unit)
         posted = lane.post(f"{kind} of {unit!r}", numbers, description, self.timeout_s, finish, keep)
         entry = self.ledger.add(kind, unit, received)
-        return HostExchange(lane, posted, description, self.timeout_s, entry, waits_for_readers)
+        return HostExchange(lane, posted, description, self.timeout_s, entry, waits_for_readers, self.in_flight)
 
 
 class HostExchange(Exchange):
     """An exchange that is done once this rank has read what it needs and, if requested, its peers have too."""
 
     def __init__(
-        self, lane: Lane, posted: Posted, description: str, timeout_s: float, entry: LedgerLine, waits_for_readers: bool
+        self,
+        lane: Lane,
+        posted: Posted,
+        description: str,
+        timeout_s: float,
+        entry: LedgerLine,
+        waits_for_readers: bool,
+        in_flight: InFlight,
     ) -> None:
-        super().__init__(description, timeout_s, entry=entry)
+        super().__init__(description, timeout_s, entry=entry, in_flight=in_flight)
         self._lane, self._posted, self._waits_for_readers = lane, posted, waits_for_readers
 
     def wait(self) -> None:
@@ -203,10 +210,14 @@ class HostExchange(Exchange):
         if self._is_done:
             return
         started = time.perf_counter()
-        self._lane.complete(self._posted, self._timeout_s)
-        if self._waits_for_readers:
-            self._lane.settle(self._description, self._timeout_s)
-        assert self._entry is not None
+        assert self._entry is not None and self._in_flight is not None
+        try:
+            self._lane.complete(self._posted, self._timeout_s)
+            if self._waits_for_readers:
+                self._lane.settle(self._description, self._timeout_s)
+        except CollectiveError:
+            self._in_flight.is_broken = True  # nobody waits as long again for each exchange that is dropped
+            raise
         self._entry.seconds += time.perf_counter() - started
         self._is_done = True
 

@@ -1,7 +1,9 @@
 """Exceptions on one rank or all, ranks that die or call other units: named errors, and a clean next step."""
 
+import gc
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero as zero
-from tests.engine.twins import SHORT_S, STAGES, Net, Twins, square_loss
+from hf_zero.engine.units.unit import Unit
+from tests.engine.twins import EXCHANGES, SHORT_S, STAGES, Net, Twins, square_loss
 from tests.ranks import RankFailure, by_hand, on_ranks, run_ranks
 
 
@@ -92,6 +95,20 @@ def test_call_on_one_rank_only_names_the_missing_rank(what: str) -> None:
         with pytest.raises(zero.CollectiveError, match="rank 1") as caught:
             twins.model(twins.own()) if what == "forward" else twins.model.load_state_dict(twins.reference.state_dict())
         assert ("load_state_dict" if what == "load_state_dict" else "gather of 'enter'") in str(caught.value)
+
+
+@on_ranks(2, collectives=EXCHANGES)
+def test_a_model_that_is_dropped_after_an_error_waits_for_nobody_again(collectives: str) -> None:
+    twins = Twins(3, collectives=collectives, timeout_s=SHORT_S, prefetch_bytes=2**20)
+    twins.step(2)  # so that there is an order to prefetch in
+    if twins.rank == 0:
+        with pytest.raises(zero.CollectiveError, match=r"rank 1|its peers"):
+            twins.model(twins.own())
+        assert sum(bool(unit._pending) for unit in twins.engine.units) > 2
+        with mock.patch.object(Unit, "settle") as settle:
+            del twins
+            gc.collect()
+        settle.assert_not_called()
 
 
 class Branching(Net):

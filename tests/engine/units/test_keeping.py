@@ -328,6 +328,19 @@ def test_what_stays_computes_as_what_is_gathered_again(config: dict[str, Any], t
     assert all(map(torch.equal, rows[0], rows[1])) and all(map(torch.equal, rows[0], rows[2]))
 
 
+@on_ranks(2, exchange=EXCHANGES)
+def test_a_part_called_after_an_edit_computes_with_what_was_edited(exchange: str) -> None:
+    twins = Twins(3, collectives=exchange, prefetch_bytes=0, reshard_after_forward=False)
+    twins.step(2)
+    output = twins.model(batch(9, 9))  # its backward, for which units stay whole, never comes
+    for model in (twins.model, twins.reference):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.5)
+    assert output.requires_grad
+    torch.testing.assert_close(twins.model.enter(batch(9, 9)), twins.reference.enter(batch(9, 9)))
+
+
 @on_ranks(4, exchange=EXCHANGES)
 def test_replicas_keep_alike(exchange: str) -> None:
     twins = Twins(3, replicate=2, collectives=exchange)
