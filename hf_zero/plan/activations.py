@@ -14,6 +14,7 @@ divide are taken to get as many tokens each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,9 +185,13 @@ def activations_by_way(
         in_block: bytes that a block has for a while besides, for what it exchanges.
     """
     count = _Count()
-    heads = [TiledHead(each, Runner(), tile_tokens, lambda: True, tuple) for each in heads_of(model) if tile_tokens]
+    num_tokens = max((t.numel() for t in batch.values() if not t.is_floating_point()), default=0)
+    few = math.ceil(num_tokens / 2)  # two slices keep what thousands keep, and are counted at once
+    heads = [
+        TiledHead(each, Runner(), max(tile_tokens, few), lambda: True, tuple) for each in heads_of(model) if tile_tokens
+    ]
     mlps = mlps_of(model) if tile_mlp else []
-    tiled = [TiledBlock(each, tile_mlp, None) for each in mlps]
+    tiled = [TiledBlock(each, max(tile_mlp, few), None) for each in mlps]
     handles: list[Any] = [*heads, *tiled]
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -219,8 +224,7 @@ def activations_by_way(
     finally:
         for handle in handles:
             handle.remove()
-    num_tokens = max((t.numel() for t in batch.values() if not t.is_floating_point()), default=0)
-    of_tiles = sum(of_tile(each.module, min(each.size, num_tokens), each.num_words) for each in heads)
+    of_tiles = sum(of_tile(each.module, min(tile_tokens, num_tokens), each.num_words) for each in heads)
     num_gradients = 2 if "labels" in batch and not heads else 1
     return {
         checkpoints: count.result(checkpoints, num_gradients, of_tiles, max(in_block, *of_mlps, 0))

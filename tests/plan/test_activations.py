@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
@@ -71,6 +72,25 @@ def _peaks(vocab: int, checkpoints: bool, tile_tokens: int, tile_mlp: int) -> tu
     batch = {"input_ids": tokens.to("meta"), "labels": tokens.to("meta")}
     kept = activations(planned, batch, checkpoints, tile_tokens, tile_mlp)
     return kept.total + kept.largest, max(now)
+
+
+def test_a_count_of_a_million_tokens_is_not_made_of_a_million_slices() -> None:
+    class Operations(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**_SMALL, use_cache=False))
+    counts = {}
+    for length in (512, 1 << 20):
+        tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+        with Operations() as operations:
+            activations(model, {"input_ids": tokens, "labels": tokens}, False, 256, 256)
+        counts[length] = operations.count
+    assert counts[512] == counts[1 << 20]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
