@@ -7,7 +7,7 @@ import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -82,6 +82,11 @@ def local_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.detach()
+
+
+def locals_in(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """`local_of` each tensor."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
 def locals_of(values: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -246,14 +251,21 @@ def counter_of(tensor: Tensor) -> Tensor:
     return counter
 
 
-def num_references(tensors: list[Tensor], place: int) -> int:
-    """How many references Python has to one tensor of a list, that of the list included.
+def nums_of_references(tensors: list[Tensor]) -> list[int]:
+    """How many references Python has to each tensor of a list, that of the list included.
 
-    Passed by itself, it would be counted again wherever `torch.compile` runs the frames: the caller's stack keeps it then.
     Newer releases of torch add one of their own as long as C++ holds it, too: a view of it, which an output may be.
     """
-    count = sys.getrefcount(tensors[place]) - 1
-    return count - (_counts_itself() and tensors[place]._use_count() > 1)  # type: ignore[attr-defined, unused-ignore]
+    counts = [count - 1 for count in map(sys.getrefcount, tensors)]
+    if _counts_itself():
+        uses = [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined, unused-ignore]
+        counts = [count - (num_uses > 1) for count, num_uses in zip(counts, uses, strict=True)]
+    return counts
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)` outside of transforms of `torch.func`, of which it looks at every argument."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 @functools.cache
@@ -288,6 +300,11 @@ def will_run(node: Any) -> bool:
         RuntimeError: the backward is one of `torch.autograd.grad`, and the node belongs to a leaf asked for.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def compiles_frames() -> bool:
+    """Whether this thread runs what `torch.compile` was given: every frame that begins then comes to it."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def call_of(module: nn.Module) -> Callable[..., Any] | None:

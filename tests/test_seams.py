@@ -277,7 +277,7 @@ TORCH = [
     ),
     Seam(torch.ops.aten, "_foreach_norm", "", "operators: those of this family work place by place"),
     Seam(torch.distributed.tensor._dtensor_spec.TensorMeta, "_replace", "", "PartitionedTensor.like"),
-    Seam(torch.Tensor, "_use_count", "", "num_references: whether C++ holds a tensor"),
+    Seam(torch.Tensor, "_use_count", "", "nums_of_references: whether C++ holds a tensor"),
     Seam(torch.Tensor, "_make_wrapper_subclass", "", "View"),
     Seam(torch._C, "_disabled_torch_function_impl", "", "View"),
     Seam(torch.ops.aten.add.Tensor, "_overloadname", "", "operators"),
@@ -289,6 +289,9 @@ TORCH = [
     ),
     Seam(torch.ops.aten.add.Tensor, "_schema", "", "operators: what an operator writes to"),
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
+    Seam(torch._C, "_dynamo", "", "compiles_frames"),
+    Seam(torch._C._dynamo.eval_frame, "get_eval_frame_callback", "", "compiles_frames"),
+    Seam(torch.autograd.Function, "apply", "super().apply(*args", "apply_function"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
     Seam(
         torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group", "", "progress: who has passed a barrier"

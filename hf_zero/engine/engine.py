@@ -24,7 +24,7 @@ from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, set_owner
 from hf_zero.engine.parameters.quantised import as_shown
-from hf_zero.engine.parameters.records import ZeroParameter, gathered
+from hf_zero.engine.parameters.records import ZeroParameter, as_seen, gathered
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
@@ -318,8 +318,8 @@ class ZeroEngine:
             self.gathering.begin_read()
             if (unit := self._unit_of[id(p)]).is_releasable:
                 self.gathering.tell_of_wait()
-            whole = as_shown(param, unit.read_whole(p))
-            known = p.as_seen(in_graph(self.backward, Read(p, unit), whole) if is_traced else whole)
+            (whole,) = as_shown([param], [unit.read_whole(p)])
+            (known,) = as_seen([p], [in_graph(self.backward, Read(p, unit), whole) if is_traced else whole])
             self.gathering.reads.add(unit, p, is_traced, known)
         return known
 

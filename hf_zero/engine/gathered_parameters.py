@@ -127,7 +127,7 @@ class GatheredParameters:
         cut = world.cut_of(param)
         values = self._gather(param).to(world.device)  # where modules compute, wherever rows rest
         whole: nn.Parameter = WholeParameter(values, requires_grad=param.requires_grad)
-        whole = cast(nn.Parameter, as_shown(param, whole))
+        whole = cast(nn.Parameter, as_shown([param], [whole])[0])
         vars(whole).update(attributes_of_users(param) | vars(whole))
         vars(whole)[STANDS_FOR] = param
         item = _Gathered(param, cut, world, whole, None)
@@ -273,7 +273,7 @@ def _put_back(places: list[tuple[nn.Module, str]], whole: nn.Parameter, param: n
     """Let modules hold `param` again, but for those that were given another parameter, or another shape, meanwhile."""
     gathered.pop(id(param), None)
     del vars(whole)[STANDS_FOR]
-    retire(whole, param)
+    retire([(whole, param)])
     if isinstance(whole, WholeParameter):
         cast(Any, whole).__class__ = nn.Parameter  # where it stays, it is one like any that a module has been given
     if whole.shape == param.shape:

@@ -87,7 +87,7 @@ def is_packed(value: Tensor) -> bool:
 def _packed(param: Tensor, whole: Tensor) -> Any:
     """The whole bytes as the class that knows what they mean."""
     if is_quantised(param):
-        return as_shown(param, whole)
+        return as_shown([param], [whole])[0]
     made: Any = torch.Tensor._make_subclass(type(param), whole, False)
     vars(made).update(copy.copy(vars(param)))
     return made

@@ -95,9 +95,14 @@ class HostCollectives(Collectives):
         """See `Collectives.settle`."""
         self._board.lanes["reduce_scatter"].settle("the end of reduce_scatter", self.timeout_s)
 
-    def _is_shared(self, tensor: Tensor) -> bool:
-        memory = self._shared.get(tensor.untyped_storage().data_ptr())
-        return memory is not None and memory() is not None
+    def _private(self, items: Sequence[Rows]) -> list[Rows]:
+        """Those in memory that the ranks do not share."""
+        found = []
+        for item in items:
+            memory = self._shared.get(item.flat.untyped_storage().data_ptr())
+            if memory is None or memory() is None:
+                found.append(item)
+        return found
 
     def _sum_rows(
         self, items: Sequence[Rows], owner: int, outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
@@ -133,7 +138,7 @@ class HostCollectives(Collectives):
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
-        private = [item for item in items if not self._is_shared(item.flat)]
+        private = self._private(items)
         numbers = [item.layout.elements_of(item.flat, self.rank).data_ptr() for item in private]
         received = sum(
             (item.layout.numel - item.layout.local_numel(self.rank)) * item.flat.itemsize for item in private

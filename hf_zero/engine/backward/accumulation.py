@@ -20,7 +20,7 @@ from hf_zero.comm.copies import in_dtypes
 from hf_zero.engine.backward.reduction import Reducer
 from hf_zero.engine.parameters.at_rest.unreduced import UnreducedGradient
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.parameters.user_hooks import grad_hooks, has_grad_hooks
+from hf_zero.engine.parameters.user_hooks import grad_hooks, have_grad_hooks
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit
 
@@ -55,7 +55,7 @@ class Accumulation:
 
     def add(self, unit: Unit, found: WholeGradients) -> None:
         """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come."""
-        if unit in self._hooked or any(has_grad_hooks(p.param) for p in found):
+        if unit in self._hooked or have_grad_hooks([p.param for p in found]):
             add_up(self._hooked.setdefault(unit, {}), found)
         else:
             self._hand_on(unit, found)

@@ -20,7 +20,7 @@ from hf_zero.engine.backward.passes import current_pass, hear_of_passes
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
+from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks, those_hooked_after
 from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry, check_not_outdated
@@ -175,9 +175,9 @@ class Backward:
         self.gathering.drop()
         if self._world.tensor.num_ranks > 1 and session.has_gradients and session.gradients.reducer is not None:
             self._same_gradients.check(self.gathering.num_steps, [(p.name, p.param) for p in self._trained])
-        for p in session.gradients.given():
-            for hook in post_accumulate_hooks(p.param):
-                hook(p.param)
+        for param in those_hooked_after([p.param for p in session.gradients.given()]):
+            for hook in post_accumulate_hooks(param):
+                hook(param)
 
     def _reduces_earlier_ones(self, session: Session) -> bool:
         """Whether what was kept under `no_sync` is reduced by a backward that has given no parameter a gradient."""
@@ -302,7 +302,7 @@ class Backward:
 
     def _is_wanted(self, p: ZeroParameter) -> bool:
         """Whether the running backward is to give `p` a gradient: `backward(inputs=...)` names those that get one."""
-        leaf = connected(p)
+        (leaf,) = connected([p])
         return self._runs(self._anchor_node, p) or (
             leaf is not None and self._runs(torch_compat.gradient_node(leaf), p)
         )

@@ -64,7 +64,8 @@ def _any(holds: Callable[[Tensor], bool], tree: Any) -> bool:
     if kind is Tensor:
         return holds(tree)
     if kind in (tuple, list, dict):
-        return any(each is not None and _any(holds, each) for each in (tree.values() if kind is dict else tree))
+        held = tree.values() if kind is dict else tree
+        return True in [_any(holds, each) for each in held if type(each) not in _OTHERS]
     if kind in _OTHERS:
         return False
     if isinstance(tree, Tensor):

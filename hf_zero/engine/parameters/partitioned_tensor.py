@@ -25,7 +25,7 @@ import copy
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -123,7 +123,8 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
 
     @classmethod
     def _made(cls, local: Tensor, spec: Any, world: World, cut: Cut) -> PartitionedTensor:
-        new: PartitionedTensor = cls.__new__(cls, local, spec, requires_grad=False)  # type: ignore[assignment, unused-ignore]
+        new: PartitionedTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[assignment, unused-ignore]
+        new.__class__ = cls  # not at once: torch would set attributes as users do, see [Note: attributes of users]
         vars(new).update(_zero_world=world, _zero_cut=cut, _zero_base=None)
         return new
 
@@ -339,6 +340,15 @@ def shown_by_gatherer(param: Tensor) -> Tensor | None:
     """The plain whole tensor that stands for a parameter inside `GatheredParameters`."""
     shown: Tensor | None = vars(param).get(_SHOWN)
     return shown
+
+
+def set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Let `.grad` of each parameter be a value over this rank's elements, cut as the parameter is."""
+    for param, rows in zip(params, grads, strict=True):
+        if isinstance(param, PartitionedTensor):
+            _grad.__set__(param, param.like(rows))  # not as users assign it: nothing to look at
+        else:
+            param.grad = rows_like(rows, param)
 
 
 def rows_like(rows: Tensor, param: Tensor) -> Tensor:

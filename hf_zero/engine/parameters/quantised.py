@@ -12,7 +12,7 @@ makes the unit whole before it runs, where its memory has been released, see [No
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -112,21 +112,25 @@ def is_quantised(param: Tensor) -> bool:
 
 
 def as_shown(
-    param: Tensor, whole: Tensor, memory: Memory | None = None, make_whole: Callable[[Any, int], None] | None = None
-) -> Tensor:
-    """`whole`, in the class and with the attributes of the quantised parameter that it is the whole of.
+    params: Sequence[Tensor],
+    wholes: Sequence[Tensor],
+    memory: Memory | None = None,
+    make_whole: Callable[[Any, int], None] | None = None,
+) -> list[Tensor]:
+    """Whole tensors, in the class and with the attributes of the quantised parameters that they are the whole of.
 
     Args:
-        param: any parameter; most have no class of their own.
-        whole: its whole values.
-        memory: the unit that `whole` is a view of, if its memory may be released.
+        params: any parameters; most have no class of their own.
+        wholes: their whole values.
+        memory: the unit that `wholes` are views of, if its memory may be released.
         make_whole: makes that unit whole again, in a backward.
     """
-    kind: Any = vars(param).get(_CLASS)
-    if kind is None:
-        return whole
-    shown: nn.Parameter = torch.Tensor._make_subclass(kind, whole.detach(), False)
-    vars(shown).update({key: value for key, value in vars(param).items() if not key.startswith("_")})
-    if memory is not None and make_whole is not None:
-        vars(shown)[_SOURCE] = _Source(memory, make_whole)
-    return shown
+    found = list(wholes)
+    for place, (param, whole) in enumerate(zip(params, wholes, strict=True)):
+        kind: Any = vars(param).get(_CLASS)
+        if kind is not None:
+            found[place] = shown = torch.Tensor._make_subclass(kind, whole.detach(), False)
+            vars(shown).update({key: value for key, value in vars(param).items() if not key.startswith("_")})
+            if memory is not None and make_whole is not None:
+                vars(shown)[_SOURCE] = _Source(memory, make_whole)
+    return found

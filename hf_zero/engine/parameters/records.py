@@ -10,7 +10,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.comm.copies import in_dtypes
@@ -21,12 +20,12 @@ from hf_zero.engine.parameters.partitioned_tensor import (
     PartitionedTensor,
     attributes_of,
     forget_owner,
-    rows_like,
+    set_grads,
     shown_by_gatherer,
 )
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
-from hf_zero.engine.parameters.whole import STANDS_FOR, as_whole, attributes_of_users, num_writes, retire
+from hf_zero.engine.parameters.whole import STANDS_FOR, attributes_of_users, let_stand, nums_of_writes, retire
 from hf_zero.engine.ranks.world import World
 from hf_zero.host.scratch import Place
 from hf_zero.layout import RowLayout
@@ -92,15 +91,6 @@ class ZeroParameter:
 
     def __post_init__(self) -> None:
         self.dtype_at_rest = self.param.dtype
-
-    def as_seen(self, whole: Tensor) -> Tensor:
-        """What modules see of a gathered tensor, in its graph; made once a call."""
-        seen = as_whole(whole, self) if self.seen is None else self.seen.of(whole)
-        if vars(self.param).keys() != self._own_names:  # a look at a parameter without users' attributes costs nothing
-            attributes = attributes_of_users(self.param)
-            vars(seen).update(attributes)
-            self._own_names = frozenset() if attributes else frozenset(vars(self.param))
-        return seen
 
     def everywhere(self) -> list[Tensor]:
         """See [Note: attributes of users]."""
@@ -175,51 +165,6 @@ class ZeroParameter:
         is_there = isinstance(place, Place) and place.tensor.data_ptr() == self.local.data_ptr()
         return place if is_there else None
 
-    def push(self, owner: object, whole: Tensor) -> None:
-        """Let the modules see `whole` under the parameter's name, until `pop(owner)`."""
-        before = self._seen[-1][1] if self._seen else self.param
-        self._seen.append((owner, whole, num_writes(whole)))
-        self._install(whole, before)
-
-    def shown_by(self, owner: object) -> Tensor | None:
-        """What `push(owner, ...)` lets modules see, or will again."""
-        for each, whole, _ in self._seen:
-            if each is owner:
-                return whole
-        return None
-
-    def pop(self, owner: object) -> Tensor | None:
-        """Let the modules see what they saw before `push(owner, ...)`: an outer call's whole tensor, or the rows.
-
-        Returns:
-            The whole tensor, if it was written to meanwhile: see [Note: writes in a forward].
-        """
-        seen = self._seen
-        if not seen:
-            return None
-        if seen[-1][0] is owner:
-            _, whole, before = seen.pop()
-            outer = seen[-1][1] if seen else self.param
-            self._install(outer, whole)
-        else:
-            place = next((i for i, entry in enumerate(seen) if entry[0] is owner), None)
-            if place is None:
-                return None
-            _, whole, before = seen.pop(place)
-        is_written = num_writes(whole) != before
-        retire(whole, self.param)
-        return whole if is_written else None
-
-    def _install(self, tensor: Tensor, before: Tensor) -> None:
-        """Put `tensor` where `before` is: what a user has assigned meanwhile stays."""
-        if self._is_in_rnn:
-            put(self.locations, tensor)
-        else:
-            for holder, attribute in self.holders:
-                module = holder()
-                if module is not None and module._parameters.get(attribute) is before:
-                    _set(module._parameters, attribute, tensor)  # not as users put it back
-
     @cached_property
     def _is_in_rnn(self) -> bool:
         return any(isinstance(module, nn.RNNBase) for module, _ in self.locations)
@@ -245,10 +190,78 @@ class ZeroParameter:
         is_flat = flat.ndim != len(self.local_shape)
         return self.layout.in_shape(flat, self.local_shape).contiguous() if is_flat else flat
 
-    def set_grad(self, rows: Tensor) -> None:
-        """Let `param.grad` be these rows, in the dtype at rest."""
-        param = self.param
-        param.grad = rows_like(rows, param) if isinstance(param, DTensor) else rows
+
+# --- all parameters of a unit in one call: a host pays for calls by the parameter -------------------------------------------
+
+
+def as_seen(parameters: Sequence[ZeroParameter], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """What modules see of gathered tensors, in their graph; made once a call."""
+    let_stand([(whole, p) for p, whole in zip(parameters, wholes, strict=True) if p.seen is None])
+    found = [whole if p.seen is None else p.seen.of(whole) for p, whole in zip(parameters, wholes, strict=True)]
+    for p, seen in zip(parameters, found, strict=True):
+        if vars(p.param).keys() != p._own_names:  # a look at a parameter without users' attributes costs nothing
+            attributes = attributes_of_users(p.param)
+            vars(seen).update(attributes)
+            p._own_names = frozenset() if attributes else frozenset(vars(p.param))
+    return found
+
+
+def push(owner: object, parameters: Sequence[ZeroParameter], wholes: Sequence[Tensor]) -> None:
+    """Let modules see whole tensors under the names of parameters, until `pop(owner, parameters)`."""
+    moves = []
+    for p, whole, count in zip(parameters, wholes, nums_of_writes(wholes), strict=True):
+        moves.append((p, whole, p._seen[-1][1] if p._seen else p.param))
+        p._seen.append((owner, whole, count))
+    _install(moves)
+
+
+def pop(owner: object, parameters: Sequence[ZeroParameter]) -> list[tuple[ZeroParameter, Tensor]]:
+    """Let modules see what they saw before `push(owner, parameters, ...)`: an outer call's whole tensors, or the rows.
+
+    Returns:
+        The whole tensors that were written to meanwhile: see [Note: writes in a forward].
+    """
+    found, moves = [], []
+    for p in parameters:
+        seen = p._seen
+        if not seen:
+            continue
+        if seen[-1][0] is owner:
+            _, whole, before = seen.pop()
+            moves.append((p, seen[-1][1] if seen else p.param, whole))
+        else:
+            place = next((i for i, entry in enumerate(seen) if entry[0] is owner), None)
+            if place is None:
+                continue
+            _, whole, before = seen.pop(place)
+        found.append((p, whole, before))
+    _install(moves)
+    counts = nums_of_writes([whole for _, whole, _ in found])
+    retire([(whole, p.param) for p, whole, _ in found])
+    return [(p, whole) for (p, whole, before), count in zip(found, counts, strict=True) if count != before]
+
+
+def shown_by(owner: object, parameters: Sequence[ZeroParameter]) -> list[Tensor]:
+    """What `push(owner, parameters, ...)` lets modules see, or will again."""
+    found = []
+    for p in parameters:
+        for each, whole, _ in p._seen:
+            if each is owner:
+                found.append(whole)
+                break
+    return found
+
+
+def _install(moves: Sequence[tuple[ZeroParameter, Tensor, Tensor]]) -> None:
+    """Put the second tensor of each where the third is: what a user has assigned meanwhile stays."""
+    for p, tensor, before in moves:
+        if p._is_in_rnn:
+            put(p.locations, tensor)
+            continue
+        for holder, attribute in p.holders:
+            module = holder()
+            if module is not None and module._parameters.get(attribute) is before:
+                _set(module._parameters, attribute, tensor)  # not as users put it back
 
 
 def add_gradients(results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
@@ -263,8 +276,12 @@ def add_gradients(results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
         with torch.no_grad():
             torch._foreach_add_([total for total, _ in there], [rows for _, rows in there])
     first = [(p, rows) for p, rows in found if p.param.grad is None]
-    for (p, _), rows in zip(first, rows_at_rest(first), strict=True):
-        p.set_grad(rows)
+    set_gradients([p for p, _ in first], rows_at_rest(first))
+
+
+def set_gradients(parameters: Sequence[ZeroParameter], rows: Sequence[Tensor]) -> None:
+    """Let `.grad` of parameters be these rows, in their dtypes at rest."""
+    set_grads([p.param for p in parameters], rows)
 
 
 def rows_at_rest(found: Sequence[tuple[ZeroParameter, Tensor]]) -> list[Tensor]:

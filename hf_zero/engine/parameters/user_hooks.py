@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,9 +28,10 @@ def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return [*_kept(param, _BEFORE).values(), *(param._backward_hooks or {}).values()]
 
 
-def has_grad_hooks(param: Tensor) -> bool:
-    """Whether there are any `grad_hooks`."""
-    return bool(param._backward_hooks or (_BEFORE in vars(param) and _kept(param, _BEFORE)))
+def have_grad_hooks(params: Iterable[Tensor]) -> bool:
+    """Whether any of the parameters has `grad_hooks`."""
+    hooks = [param._backward_hooks or (_BEFORE in vars(param) and _kept(param, _BEFORE)) for param in params]
+    return any(hooks)
 
 
 def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
@@ -38,6 +39,11 @@ def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     known: Any = getattr(param, "_post_accumulate_grad_hooks", None)
     kept = _kept(param, _AFTER).values() if _AFTER in vars(param) else ()
     return [*kept, *(known or {}).values()]
+
+
+def those_hooked_after(params: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that may have `post_accumulate_hooks`."""
+    return [p for p in params if _AFTER in vars(p) or getattr(p, "_post_accumulate_grad_hooks", None)]
 
 
 def take_hooks_along(old: nn.Parameter, new: nn.Parameter) -> None:

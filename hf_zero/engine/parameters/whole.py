@@ -16,7 +16,7 @@ for it. (Were they looked up there, by `__getattr__`, code under `torch.compile`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -166,25 +166,36 @@ for _name in [*_IN_PLACE, "__setitem__"]:
     setattr(SharedWhole, _name, _writing(_name))
 
 
-def as_whole(tensor: Tensor, record: Record) -> Tensor:
-    """`tensor`, which from now on stands for a parameter and counts its writes; one of a class of its own (quantised bytes,
-    what the tensor axis cuts) stays as it is."""
-    if type(tensor) is Tensor:
-        tensor.__class__ = SharedWhole if record.is_shared else Whole
-        vars(tensor)[_RECORD] = record
-    return tensor
+def let_stand(pairs: Iterable[tuple[Tensor, Record]]) -> None:
+    """From now on each tensor stands for a parameter and counts its writes; those of a class of their own (quantised bytes)
+    stay as they are."""
+    for tensor, record in pairs:
+        if type(tensor) is Tensor:
+            tensor.__class__ = SharedWhole if record.is_shared else Whole
+            vars(tensor)[_RECORD] = record
+
+
+def nums_of_writes(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each of several whole tensors has been written to."""
+    counts = []
+    for tensor in tensors:
+        try:
+            count = tensor._version
+        except RuntimeError:  # made under inference mode, as over a tensor axis: torch does not count
+            counts.append(0)
+            continue
+        known = vars(tensor)
+        if _COUNTER in known:
+            count += known[_COUNTER]._version
+        if _BEFORE_NUMPY in known:
+            count += not torch.equal(known[_BEFORE_NUMPY], tensor.detach())
+        counts.append(count)
+    return counts
 
 
 def num_writes(tensor: Tensor) -> int:
     """How often a whole tensor has been written to."""
-    try:
-        count = tensor._version
-    except RuntimeError:  # made under inference mode, as over a tensor axis: torch does not count
-        return 0
-    counter: Tensor | None = vars(tensor).get(_COUNTER)
-    before: Tensor | None = vars(tensor).get(_BEFORE_NUMPY)
-    by_numpy = before is not None and not torch.equal(before, tensor.detach())
-    return count + by_numpy + (0 if counter is None else counter._version)
+    return nums_of_writes([tensor])[0]
 
 
 def is_safe_to_keep(tensor: Tensor) -> bool:
@@ -192,13 +203,14 @@ def is_safe_to_keep(tensor: Tensor) -> bool:
     return type(tensor) is Whole or vars(tensor).get(_MOVED) == 0
 
 
-def retire(tensor: Tensor, param: Tensor) -> None:
-    """`tensor` stands for `param` no longer: let go of the memory that counts writes through `.data`."""
-    if isinstance(tensor, Shares):
-        vars(tensor).pop(_COUNTER, None)
-        vars(tensor).pop(_BEFORE_NUMPY, None)
-    else:
-        vars(param).update(attributes_of_users(tensor))
+def retire(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """The first of each pair stands for the second no longer: let go of the memory that counts writes through `.data`."""
+    for tensor, param in pairs:
+        if isinstance(tensor, Shares):
+            vars(tensor).pop(_COUNTER, None)
+            vars(tensor).pop(_BEFORE_NUMPY, None)
+        else:
+            vars(param).update(attributes_of_users(tensor))
 
 
 class WholeParameter(Shares, nn.Parameter):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
-from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.records import ZeroParameter, pop, push, shown_by
 from hf_zero.engine.units.forward_alone import CallAlone
 from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.engine.units.residency import Lease
@@ -112,16 +112,16 @@ class Call:
             tensors: of the parameters, in order.
             make_whole: makes a unit whole until the backward ends.
         """
-        following = iter(tensors)
+        place = 0
         for unit in self.units:
+            own = tensors[place : place + len(unit.parameters)]
             memory = unit if unit.is_releasable else None
-            for p in unit.parameters:
-                p.push(self, as_shown(p.param, next(following), memory, make_whole))
+            push(self, unit.parameters, as_shown([p.param for p in unit.parameters], own, memory, make_whole))
+            place += len(own)
 
     def uninstall(self) -> list[Written]:
         """Let the modules see what they saw before the call; what they have written to meanwhile."""
-        of_unit = [(unit, p, p.pop(self)) for unit in self.units for p in unit.parameters]
-        return [Written(unit, p, whole) for unit, p, whole in of_unit if whole is not None]
+        return [Written(unit, p, whole) for unit in self.units for p, whole in pop(self, unit.parameters)]
 
     def whole_tensors(self) -> list[Tensor]:
         """The whole tensors of its parameters, in order; needs the leases."""
@@ -129,7 +129,7 @@ class Call:
 
     def shown(self) -> list[Tensor]:
         """The whole tensors that it has put into modules, in order."""
-        return [tensor for p in self.parameters if (tensor := p.shown_by(self)) is not None]
+        return shown_by(self, self.parameters)
 
     def pin_what_is_kept(self, tensors: list[Tensor], num_own: int, but: Container[int] = ()) -> None:
         """Keep the memory of a unit for good if somebody has kept one of its whole tensors, as no memory's count tells.
@@ -139,12 +139,13 @@ class Call:
             num_own: references to each of them, beside those of somebody else.
             but: ids of tensors that are the module's output, of which copies are handed out.
         """
-        place = 0
-        for unit in self.units:
-            for _ in unit.parameters:
-                if torch_compat.num_references(tensors, place) > num_own and id(tensors[place]) not in but:
-                    unit.pin()
-                place += 1
+        counts = torch_compat.nums_of_references(tensors)
+        if max(counts, default=0) <= num_own:
+            return
+        owners = [unit for unit in self.units for _ in unit.parameters]
+        for unit, tensor, count in zip(owners, tensors, counts, strict=True):
+            if count > num_own and id(tensor) not in but:
+                unit.pin()
 
     def end_forward(self) -> list[Written]:
         """Its module has returned, or never will; what it has written to."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.at_rest.rule import ask_alone
 from hf_zero.engine.parameters.quantised import as_shown
-from hf_zero.engine.parameters.records import ZeroParameter, as_dtype
+from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, as_seen, pop, push
 from hf_zero.engine.parameters.whole import num_writes
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
@@ -143,7 +143,7 @@ class ForwardsAlone:
             if self._keeps:
                 self._wholes[p] = found
                 _keeping.add(self)
-        return p.as_seen(as_shown(p.param, found.detach()))
+        return as_seen([p], as_shown([p.param], [found.detach()]))[0]
 
 
 class CallAlone:
@@ -165,7 +165,7 @@ class CallAlone:
         self._forwards, self._is_outermost = forwards, is_outermost
         try:
             for p in parameters:
-                p.push(self, forwards.seen(p))
+                push(self, [p], [forwards.seen(p)])
         except BaseException:
             self.end(has_failed=True)
             raise
@@ -176,9 +176,9 @@ class CallAlone:
         Raises:
             UsageError: it has written to a parameter.
         """
-        popped = [(p, p.pop(self)) for p in self._parameters]
+        written = pop(self, self._parameters)
         try:
-            self._forwards.refuse_written([p for p, whole in popped if whole is not None], has_failed)
+            self._forwards.refuse_written([p for p, _ in written], has_failed)
         finally:
             if self._is_outermost:
                 self._forwards.end(has_failed)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
-from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.records import ZeroParameter, as_seen, pop, push
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry
@@ -225,8 +225,8 @@ class Gathering:
                     if each is not None and each.residency is Residency.RELEASED:
                         each.start_gather()
                 self._held.append(unit.acquire())
-                for p, whole in zip(unit.parameters, unit.whole_tensors(), strict=True):
-                    p.push(self._held, p.as_seen(as_shown(p.param, whole)))
+                shown = as_shown([p.param for p in unit.parameters], unit.whole_tensors())
+                push(self._held, unit.parameters, as_seen(unit.parameters, shown))
             yield
         finally:
             self.let_go()
@@ -234,11 +234,10 @@ class Gathering:
     def let_go(self) -> None:
         """End `holding_all`."""
         if self._held:
-            of_unit = [(unit, p) for unit in self.units for p in unit.parameters]
-            popped = [(unit, p, p.pop(self._held)) for unit, p in of_unit]
+            written = [Written(unit, *each) for unit in self.units for each in pop(self._held, unit.parameters)]
             leases, self._held = self._held, []
             try:
-                self.keep_written([Written(unit, p, whole) for unit, p, whole in popped if whole is not None])
+                self.keep_written(written)
             finally:
                 for lease in leases:
                     lease.give_back()

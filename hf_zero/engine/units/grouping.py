@@ -296,7 +296,10 @@ class Structure:
         """Whether they hold the same now; every forward asks."""
         for known, ids in self._held:
             module = known()
-            if module is None or (_ids_in(module, id) != ids and _ids_in(module, at_rest_id) != ids):
+            if module is None:
+                return False
+            held = [*map(id, dict.values(module._parameters)), *map(id, module._modules.values())]
+            if held != ids and _ids_in(module, at_rest_id) != ids:
                 return False
         return True
 

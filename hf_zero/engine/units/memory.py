@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hf_zero import torch_compat
 from hf_zero.comm.collectives import Rows
 from hf_zero.engine.parameters.records import ZeroParameter
 
@@ -68,8 +69,9 @@ class Slot:
 
 def fill_own_rows(slots: Sequence[Slot]) -> None:
     """Copy this rank's rows at rest into their place, in the compute dtype, unless they live there already."""
-    moved = [(slot.own, slot.parameter.local) for slot in slots]
-    moved = [(own, local) for own, local in moved if own.data_ptr() != local.data_ptr()]
+    local = torch_compat.locals_in([slot.parameter.param for slot in slots])
+    moved = [(slot.own, rows) for slot, rows in zip(slots, local, strict=True)]
+    moved = [(own, rows) for own, rows in moved if own.data_ptr() != rows.data_ptr()]
     if moved:
         with torch.no_grad():
             torch._foreach_copy_([own for own, _ in moved], [local for _, local in moved])

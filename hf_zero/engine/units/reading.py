@@ -14,7 +14,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -164,19 +164,22 @@ class _Read(torch.autograd.Function):
 
 def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
     """`whole` (of no other use) with the gradient function of a read."""
-    leaf = connected(read.parameter)
+    (leaf,) = connected([read.parameter])
     result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, [whole])  # type: ignore[no-untyped-call, unused-ignore]
     return result
 
 
-def connected(p: ZeroParameter) -> Tensor | None:
-    """The parameter as an input of the function that stands for it in the graph, so that `backward(inputs=[p])` finds it.
+def connected(parameters: Sequence[ZeroParameter]) -> list[Tensor | None]:
+    """Parameters as inputs of the function that stands for them in the graph, so that `backward(inputs=[p])` finds them.
 
-    Autograd passes no gradient on to it. It would call a plain parameter's own hooks nevertheless, with None.
+    Autograd passes no gradients on to them. It would call a plain parameter's own hooks nevertheless, with None.
     """
-    param = p.param
-    is_hooked = bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
-    return None if is_hooked or not param.requires_grad else param
+    leaves: list[Tensor | None] = []
+    for p in parameters:
+        param = p.param
+        is_hooked = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+        leaves.append(None if is_hooked or not param.requires_grad else param)
+    return leaves
 
 
 def tensors_in(output: Any, depth: int = 3) -> Iterator[Tensor]:

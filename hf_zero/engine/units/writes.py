@@ -104,8 +104,8 @@ class Reads:
 
     def clear(self) -> None:
         """The pass is over."""
-        for (p, _), (_, whole) in self._known.items():
-            retire(whole, p.param)
+        retire((whole, p.param) for (p, _), (_, whole) in self._known.items())
+        for p, _ in self._known:
             p.read.clear()
         self._known.clear()
         self._before.clear()
