@@ -291,7 +291,7 @@ TORCH = [
     Seam(torch._C, "_current_graph_task_id", "", "in_backward"),
     Seam(torch._C, "_dynamo", "", "compiles_frames"),
     Seam(torch._C._dynamo.eval_frame, "get_eval_frame_callback", "", "compiles_frames"),
-    Seam(torch.autograd.Function, "apply", "super().apply(*args", "apply_function"),
+    Seam(torch.autograd.Function, "apply", "", "apply_function"),
     Seam(torch._C, "_are_functorch_transforms_active", "", "in_function_transform"),
     Seam(
         torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group", "", "progress: who has passed a barrier"

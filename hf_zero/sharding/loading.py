@@ -209,7 +209,8 @@ class LoadSeam:
     def _placed(self, load_config: Any) -> Any:
         """The load config with everything on this rank's device; refuses what cannot be partitioned."""
         device = self._world.device
-        wanted = {torch.device(d) if d != "disk" else d for d in (load_config.device_map or {"": device}).values()}
+        places = set((load_config.device_map or {}).values())
+        is_here = len(places) < 2 and all(_is_on(device, place) for place in places)
         with self._world.together("cannot partition this model while loading", PartitionError):
             if load_config.hf_quantizer is not None:
                 raise PartitionError(
@@ -220,7 +221,7 @@ class LoadSeam:
                 raise PartitionError(
                     "a distributed_config shards the model already: give its sizes in the zero configuration (tp_size, ep_size)"
                 )
-            if wanted != {device}:
+            if not is_here:
                 raise PartitionError(
                     f"device_map={load_config.device_map} does not put the whole model on {device}; leave it out"
                 )
@@ -315,6 +316,15 @@ class LoadSeam:
         with cutter.paused():
             self._on_loaded(model)
         return result
+
+
+def _is_on(device: torch.device, place: Any) -> bool:
+    """Whether a place of a `device_map` ("auto" may have made it) is a rank's device, which it may name without a number."""
+    if place == "disk":
+        return False
+    found = torch.device(place)
+    is_any = device.type == "cpu" or found.index is None
+    return found.type == device.type and (is_any or found.index == device.index)
 
 
 def _has_rows(model: nn.Module, names: set[str]) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
+from hf_zero.engine.parameters import records
 from hf_zero.engine.units.residency import Tenure
 from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Block, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
@@ -170,6 +172,22 @@ def test_training_goes_on_after_ctrl_c_in_a_forward(stage: int) -> None:
         twins.model(twins.own())
     assert all(isinstance(param, DTensor) for param in twins.model.parameters())
     twins.model.interrupts = False
+    twins.step(2)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_training_goes_on_after_ctrl_c_while_parameters_are_put_back(stage: int) -> None:
+    twins, install = Twins(stage), records._install
+    twins.step()
+
+    def interrupted(moves: list[tuple[records.ZeroParameter, Tensor, Tensor]]) -> None:
+        if any(tensor is p.param for p, tensor, _ in moves):
+            raise KeyboardInterrupt
+        install(moves)
+
+    with mock.patch.object(records, "_install", interrupted), pytest.raises(KeyboardInterrupt):
+        twins.model(twins.own())
+    assert all(isinstance(param, DTensor) for param in twins.model.parameters())
     twins.step(2)
 
 

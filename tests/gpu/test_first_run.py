@@ -55,6 +55,7 @@ def test_all_parts_are_right_or_not_here(tmp_path: Path, num_processes: int) -> 
     assert "WRONG" not in page and "failed" not in page, page
 
 
+@pytest.mark.slow
 @NEEDS_A_COMPILER
 @pytest.mark.usefixtures("built_late_device")
 def test_more_processes_than_devices_are_refused_in_a_line(tmp_path: Path) -> None:

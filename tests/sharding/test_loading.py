@@ -211,6 +211,8 @@ LOADS = {
     "dtype=auto": Load(T.AutoModelForCausalLM, "llama_bf16", {"dtype": "auto"}),
     "bf16 to fp32": Load(T.AutoModelForCausalLM, "llama_bf16", {"dtype": torch.float32}),
     "device_map=cpu": Load(T.LlamaForCausalLM, "llama", {"device_map": "cpu"}),
+    "device_map=auto": Load(T.LlamaForCausalLM, "llama", {"device_map": "auto"}),
+    "device_map=cpu:0": Load(T.LlamaForCausalLM, "llama", {"device_map": "cpu:0"}),
     "backbone to head": Load(T.BertForSequenceClassification, "bert_backbone", {"num_labels": 3}),
     "backbone to tied head": Load(T.BertForMaskedLM, "bert_backbone"),
     "head to backbone": Load(T.BertModel, "bert_mlm"),

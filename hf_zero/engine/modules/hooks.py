@@ -133,15 +133,17 @@ class ModuleHooks:
         return any(whole)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        top = self.entry.stack.pop() if self.entry.stack else None
-        backward = self._backward()
-        if top is None or backward is None:
+        stack, backward = self.entry.stack, self._backward()
+        if not stack or stack[-1] is None or backward is None:
+            del stack[-1:]
             return None
-        call, tensors = top
+        call, tensors = stack[-1]
         if isinstance(call, CallAlone):
+            stack.pop()
             call.end(has_raised(output))
             return None
         written = call.end_forward()
+        stack.pop()  # only now: Ctrl-C may have ended that, and `Entry.reset` does it again
         if not has_raised(output):
             check_numpy(call.units, written)
         backward.gathering.keep_written(written, has_raised(output))
@@ -203,7 +205,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         """Run the hook."""
-        if self._call is None or self._outside_graphs is None:
+        if self._outside_graphs is None or self._call is None:
             return None
         # Where nothing is compiled, three microseconds are saved: as much as the rest of a call of a small module's hook.
         is_plain = not torch.compiler.is_dynamo_compiling() and not torch_compat.compiles_frames()

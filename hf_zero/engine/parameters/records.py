@@ -221,21 +221,20 @@ def pop(owner: object, parameters: Sequence[ZeroParameter]) -> list[tuple[ZeroPa
     Returns:
         The whole tensors that were written to meanwhile: see [Note: writes in a forward].
     """
-    found, moves = [], []
+    found, moves, places = [], [], []
     for p in parameters:
         seen = p._seen
-        if not seen:
-            continue
-        if seen[-1][0] is owner:
-            _, whole, before = seen.pop()
-            moves.append((p, seen[-1][1] if seen else p.param, whole))
-        else:
-            place = next((i for i, entry in enumerate(seen) if entry[0] is owner), None)
-            if place is None:
-                continue
-            _, whole, before = seen.pop(place)
-        found.append((p, whole, before))
-    _install(moves)
+        for place in reversed(range(len(seen))):
+            if seen[place][0] is owner:
+                _, whole, before = seen[place]
+                if place == len(seen) - 1:
+                    moves.append((p, seen[place - 1][1] if place else p.param, whole))
+                found.append((p, whole, before))
+                places.append(place)
+                break
+    _install(moves)  # first: should it be interrupted, the next `pop` does the rest
+    for (p, _, _), place in zip(found, places, strict=True):
+        del p._seen[place]
     counts = nums_of_writes([whole for _, whole, _ in found])
     retire([(whole, p.param) for p, whole, _ in found])
     return [(p, whole) for (p, whole, before), count in zip(found, counts, strict=True) if count != before]

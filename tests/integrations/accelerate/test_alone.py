@@ -67,7 +67,7 @@ def test_rank_0_saves_alone_while_others_go_on(stage: int, collectives: str, kin
     accelerator.wait_for_everyone()
 
 
-@on_ranks(2, stage=[1, 3, *by_hand(2)], collectives=["pairwise", "host"], optimizers=[1, 2])
+@on_ranks(2, stage=[1, 3, *by_hand(2)], collectives=["pairwise", *by_hand("host")], optimizers=[1, 2])
 def test_rank_0_saves_two_models_alone(stage: int, collectives: str, optimizers: int, tmp_path: Path) -> None:
     """As a script does that trains a text encoder, too: with one optimizer for both models, or one each."""
     folder = tmp_path / f"{stage}{collectives}{optimizers}"
