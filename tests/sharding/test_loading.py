@@ -436,6 +436,7 @@ BAD_LOADS = {
     "mismatch": ("RuntimeError", "mismatch"),
     "one more row": ("RuntimeError", "mismatch"),
     "device_map": ("PartitionError", "device_map"),
+    "device_map of two names": ("PartitionError", "device_map"),
     "device_map on one rank": ("PartitionError", "rank 1: device_map"),
     "quantised": ("PartitionError", "quantised"),
     "broken file on one rank": ("PartitionError", "rank 1: .*input/output error"),
@@ -453,6 +454,8 @@ def test_a_load_that_fails_fails_on_all_ranks(kind: str, checkpoints: str) -> No
         folder, cls, options = f"{checkpoints}/bert", transformers.BertForSequenceClassification, {"num_labels": 4}
     elif kind == "device_map":
         options = {"device_map": {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.layers": "cpu", "": "disk"}}
+    elif kind == "device_map of two names":
+        options = {"device_map": {"model": "cpu", "lm_head": "cpu:0"}}
     elif kind == "device_map on one rank":
         options = {"device_map": "meta" if rank == 1 else None}
     elif kind == "quantised":

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.host_rows import wait_for_computation
-from hf_zero.engine.parameters.records import ZeroParameter, rows_at_rest, set_gradients
+from hf_zero.engine.parameters.partitioned_tensor import set_grads
+from hf_zero.engine.parameters.records import ZeroParameter, rows_at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.host.cores import on_all_cores
 from hf_zero.host.memory import rooms
@@ -134,7 +135,7 @@ class Landing:
         self._descents.clear()
         self._last = None
         first, self._first = self._first, {}
-        set_gradients(list(first), [rows.detach() for rows in first.values()])
+        set_grads([p.param for p in first], [rows.detach() for rows in first.values()])
 
     def abandon(self) -> None:
         """The backward broke off: drop what is under way, once nothing writes to its rooms."""
@@ -164,7 +165,7 @@ class Landing:
         rows = torch_compat.local_of(p.param.grad)
         if not rows.is_contiguous():  # a user's own
             rows = rows.contiguous()
-            set_gradients([p], [rows])
+            set_grads([p.param], [rows])
         return rows
 
     def _room_for(self, p: ZeroParameter) -> Tensor:

@@ -275,12 +275,7 @@ def add_gradients(results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
         with torch.no_grad():
             torch._foreach_add_([total for total, _ in there], [rows for _, rows in there])
     first = [(p, rows) for p, rows in found if p.param.grad is None]
-    set_gradients([p for p, _ in first], rows_at_rest(first))
-
-
-def set_gradients(parameters: Sequence[ZeroParameter], rows: Sequence[Tensor]) -> None:
-    """Let `.grad` of parameters be these rows, in their dtypes at rest."""
-    set_grads([p.param for p in parameters], rows)
+    set_grads([p.param for p, _ in first], rows_at_rest(first))
 
 
 def rows_at_rest(found: Sequence[tuple[ZeroParameter, Tensor]]) -> list[Tensor]:
