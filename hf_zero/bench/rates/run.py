@@ -22,7 +22,7 @@ def measure(
 
     In a process that a launcher has started, these are the launcher's ranks, which all call this.
 
-    Of the model, its embeddings, its head and one and two of its layers run, and what a layer takes is counted for all.
+    Of the model, its embeddings, its head and one and several of its layers run, and what a layer takes is counted for all.
 
     Args:
         model: a named size, a folder with a config, or a name on the hub.

@@ -28,6 +28,7 @@ _PAIRS = 3  # of a training beside exchanges, and one alone
 _BESIDE = 1.5  # times the seconds of the exchanges, so that they end within the training
 _MOST_AT_ONCE = 32
 _STEPPED = 2**23  # elements
+_COMPUTED = 2**25  # elements of the layers that are measured beside the first
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "momentum": "SGD"}
 
 
@@ -40,8 +41,7 @@ def measure_here(given: dict[str, Any]) -> list[dict[str, Any]]:
     config = configuration(given["model"])
     num_layers = config.num_hidden_layers
     training = _Training(config, 1, given, device)
-    one, two = training.passes(), _Training(config, 2, given, device).passes()
-    layer = [max(0.0, b - a) for a, b in zip(one, two, strict=True)]
+    one, layer = _passes(training, config, given)
     found: dict[str, Any] = {
         "collectives": chosen.name,
         "num_layers": num_layers,
@@ -81,16 +81,18 @@ class _Training:
         self.batch = torch.randint(config.vocab_size, (given["batch_size"], given["seq_len"]), device=device)
         self.device = device
 
-    def passes(self) -> list[float]:
-        """Seconds of a forward and of a backward, of the slowest rank, for which the others of a training wait: medians."""
-        found = []
-        for _ in range(2 + _REPEATS):
-            self.model.zero_grad()
-            dist.barrier()
-            forward, loss = _timed(lambda: self.model(input_ids=self.batch, labels=self.batch).loss, self.device)
-            dist.barrier()
-            found.append((forward, _timed(loss.backward, self.device)[0]))
-        return [statistics.median(column) for column in _of_the_slowest(found[2:]).T.tolist()]
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def once(self) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, which all ranks begin together."""
+        self.model.zero_grad()
+        dist.barrier()
+        forward, loss = _timed(lambda: self.model(input_ids=self.batch, labels=self.batch).loss, self.device)
+        dist.barrier()
+        return forward, _timed(loss.backward, self.device)[0]
 
     def seconds(self, times: int) -> float:
         """Of so many forwards and backwards."""
@@ -100,6 +102,22 @@ class _Training:
             self.model(input_ids=self.batch, labels=self.batch).loss.backward()
         devices.synchronize(self.device)
         return time.perf_counter() - start
+
+
+def _passes(one: _Training, config: Any, given: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Seconds of a forward and of a backward of the model with one layer, and what each other layer adds to them: medians.
+
+    They are those of the slowest rank, for which the others of a training wait. Noise of what several layers add is divided by
+    their number, so there are as many as are quickly computed; they and the one take turns, as machines slow down and recover.
+    """
+    two = _Training(config, 2, given, one.device)
+    fitting = 1 + _COMPUTED // max(two.numel - one.numel, 1)
+    number = max(2, min(config.num_hidden_layers, fitting))
+    several = two if number == 2 else _Training(config, number, given, one.device)
+    del two
+    seconds = torch.stack([_of_the_slowest([one.once(), several.once()]) for _ in range(2 + _REPEATS)])[2:]
+    of_one, more = seconds[:, 0].median(0).values, (seconds[:, 1] - seconds[:, 0]).median(0).values
+    return of_one.tolist(), (more / (number - 1)).clamp(min=0).tolist()
 
 
 def _of_the_slowest(seconds: Any) -> torch.Tensor:

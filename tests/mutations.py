@@ -1,0 +1,365 @@
+"""Mutations: mistakes that someone could make in the code, each of which tests must notice.
+
+`python -m tests.mutations` makes each in a copy of the project, runs the tests named beside it, and lists those that nobody
+noticed. Words given choose mutations by name; `--tests FOLDER` runs the tests of another checkout on the mutated code. Run it
+by hand, before and after tests are left out or merged: it takes about a minute a mutation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_COPIED = ("hf_zero", "tests", "recipes", "configs", "pyproject.toml", "README.md")
+_LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake.
+
+    Attributes:
+        file: of the package.
+        old: text that occurs there once.
+        new: what stands there instead.
+        tests: arguments of pytest; one of these tests at least has to fail.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = {
+    # gradients
+    "sum instead of mean": Mutation(
+        "engine/backward/reduction.py",
+        'self.world.data.num_ranks if self.world.config.gradient_reduction == "mean" else 1',
+        "1",
+        "tests/engine/test_engine.py",
+    ),
+    "unused counts as used": Mutation(
+        "engine/backward/reduction.py",
+        "self._give([(p, rows) for p, rows, is_used in item.results if is_used])",
+        "self._give([(p, rows) for p, rows, _ in item.results])",
+        "tests/engine/test_engine.py tests/engine/backward/test_reduction.py",
+    ),
+    "unused elsewhere is lost": Mutation(
+        "engine/backward/reduction.py",
+        "self._give([(p, self._unused[p]) for p in self.given if p in self._unused])",
+        "self._give([])",
+        "tests/engine/test_engine.py tests/engine/backward/test_reduction.py",
+    ),
+    "gradients in flight are unbounded": Mutation(
+        "engine/backward/reduction.py",
+        "self._bytes_in_flight() + num_bytes > self.world.config.bucket_bytes",
+        "False",
+        "tests/engine/backward/test_reduction.py tests/test_memory.py",
+    ),
+    "other units are not noticed": Mutation(
+        "engine/backward/reduction.py",
+        'if not reports.are_alike("sequence_hash"):',
+        "if False:",
+        "tests/engine/backward",
+    ),
+    "gradients left over are dropped": Mutation(
+        "engine/backward/reduction.py",
+        "        if has_leftover:\n            self._reduce_leftover(leftover)",
+        "",
+        "tests/engine/backward tests/engine/test_engine.py",
+    ),
+    "autograd's gradient is summed in place": Mutation(
+        "engine/backward/reduction.py",
+        "if flat.dtype != dtype or is_autograds:",
+        "if flat.dtype != dtype:",
+        "tests/engine/backward tests/engine/parameters",
+    ),
+    "a second use overwrites": Mutation(
+        "engine/backward/accumulation.py",
+        "into[p] = into[p] + grad if p in into else grad",
+        "into[p] = grad",
+        "tests/engine/backward tests/engine/test_idioms.py",
+    ),
+    "hooks' results are ignored": Mutation(
+        "engine/backward/accumulation.py",
+        "waiting[p] = waiting[p] if changed is None else changed",
+        "pass",
+        "tests/engine/backward tests/engine/test_idioms.py tests/engine/test_engine.py",
+    ),
+    "reduced gradients are kept once too often": Mutation(
+        "engine/backward/accumulation.py",
+        "factor = p.layout.num_ranks if p.averages else int(counts_once)",
+        "factor = 1",
+        "tests/engine/backward tests/engine/test_idioms.py",
+    ),
+    "a torn backward of stage 0 goes on": Mutation(
+        "engine/backward/buckets.py",
+        "while not self._is_torn and (index",
+        "while (index",
+        "tests/engine/backward",
+    ),
+    # units
+    "stale after an edit": Mutation(
+        "engine/units/gathering.py",
+        "        if self._edited:\n            self.on_rows_changed(list(self._edited))",
+        "        if False:\n            pass",
+        "tests/engine/parameters/test_edits.py",
+    ),
+    "stale after a step that raised": Mutation(
+        "engine/units/gathering.py",
+        "            self._edited.update(dict.fromkeys(self._parameters))\n            self._stepping = None",
+        "            self._stepping = None",
+        "tests/engine/units/test_under_way.py tests/engine/parameters/test_edits.py",
+    ),
+    "nothing is gathered ahead": Mutation(
+        "engine/units/gathering.py",
+        "            if not unit.keeps_whole:\n                self._prefetch(coming)",
+        "            pass",
+        "tests/engine/units tests/engine/test_engine.py",
+    ),
+    "kept units are dropped": Mutation(
+        "engine/units/gathering.py",
+        "return self.kept.all if entry.reads_in_backward else self.kept.by_budget",
+        "return frozenset()",
+        "tests/engine/units",
+    ),
+    "writes of a forward may differ": Mutation(
+        "engine/units/gathering.py",
+        "            check_same_on_all_ranks(written, self._world)\n",
+        "",
+        "tests/engine/test_writes_in_forward.py",
+    ),
+    "budget grows again": Mutation(
+        "engine/units/keeping.py",
+        "min(lowest, self.num_bytes) if self.is_known else lowest",
+        "lowest",
+        "tests/engine/units/test_keeping.py",
+    ),
+    "writes through data are not counted": Mutation(
+        "engine/parameters/whole.py",
+        "            count += known[_COUNTER]._version\n",
+        "            pass\n",
+        "tests/engine/test_writes_in_forward.py tests/engine/parameters",
+    ),
+    "shared memory is written in place": Mutation(
+        "engine/parameters/whole.py",
+        '        """Move into memory of its own."""\n        self.move()',
+        '        """Move into memory of its own."""',
+        "tests/engine/test_writes_in_forward.py tests/engine/parameters",
+    ),
+    "nothing is written back": Mutation(
+        "engine/gathered_parameters.py",
+        "changed = [item.param for item in items if self._write_back(item) or item.is_changed]",
+        "changed = [item.param for item in items if item.is_changed]",
+        "tests/engine/test_gathered_parameters.py",
+    ),
+    # layout and exchanges
+    "last rank's rows are one too many": Mutation(
+        "layout.py",
+        "return start, min(start + self.chunk_numel, self.numel)",
+        "return start, start + self.chunk_numel",
+        "tests/test_layout.py",
+    ),
+    "fused projections are cut as one": Mutation(
+        "layout.py",
+        "width = -(-size // self.num_groups)",
+        "width = size",
+        "tests/test_layout.py tests/engine/parameters/test_tensor_axis.py",
+    ),
+    "terms are added in the order of ranks": Mutation(
+        "comm/host/one_host.py",
+        "terms = [add(left, right, output)]",
+        "terms = [add(right, left, output)]",
+        "tests/comm/test_collectives.py tests/test_parity.py",
+    ),
+    "peers' labels are not compared": Mutation(
+        "comm/host/board.py",
+        "if theirs != ours or len(message) != len(posted.message):",
+        "if False:",
+        "tests/comm tests/engine/backward/test_failures.py",
+    ),
+    "a slot is reused too early": Mutation(
+        "comm/host/board.py",
+        "if self._count >= _SLOTS:",
+        "if False:",
+        "tests/comm",
+    ),
+    "a dead peer is waited for": Mutation(
+        "comm/host/board.py",
+        "if not peer.is_alive() and words[word] < count:",
+        "if False:",
+        "tests/comm/test_faults.py",
+    ),
+    "own rows stay exact on the wire": Mutation(
+        "comm/wire.py",
+        "unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])",
+        "number == rank or unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])",
+        "tests/comm/test_wire.py",
+    ),
+    "int4 loses its sign": Mutation(
+        "comm/wire.py",
+        "torch.stack([(numbers << 4) >> 4, numbers >> 4], -1)",
+        "torch.stack([numbers & 15, numbers >> 4], -1)",
+        "tests/comm/test_wire.py",
+    ),
+    "dropped exchanges are forgotten": Mutation(
+        "comm/exchange.py",
+        "            self._in_flight.dropped.append(self)",
+        "            pass",
+        "tests/comm",
+    ),
+    # optimizers
+    "a closure sees old parameters": Mutation(
+        "optim/on_rows.py",
+        "            self._give()\n            self._call.after_change()\n            result = evaluate()",
+        "            result = evaluate()",
+        "tests/optim",
+    ),
+    "pieces count steps together": Mutation(
+        "optim/offloaded/chunked.py",
+        "piece.inputs[name] = torch_compat.local_of(value).clone()",
+        "piece.inputs[name] = torch_compat.local_of(value)",
+        "tests/optim",
+    ),
+    "any optimizer steps in pieces": Mutation(
+        "optim/offloaded/pieces.py",
+        "    if why is not None:\n        raise UsageError(",
+        "    if False:\n        raise UsageError(",
+        "tests/optim",
+    ),
+    # checkpoints
+    "a damaged file is loaded": Mutation(
+        "checkpoint/files/manifest.py",
+        "if left or crc != extent.crc:",
+        "if left:",
+        "tests/checkpoint/files",
+    ),
+    "an older checkpoint is not put back": Mutation(
+        "checkpoint/commit.py",
+        "        except OSError:\n            recover_one(self.final)\n            raise",
+        "        except OSError:\n            raise",
+        "tests/checkpoint/test_commit.py",
+    ),
+    "the manifest may leave its folder": Mutation(
+        "checkpoint/files/manifest.py",
+        'if not name or name != os.path.basename(name) or name in (".", "..")',
+        "if not name",
+        "tests/checkpoint/files/test_manifest.py",
+    ),
+    "an optimizer's groups are not compared": Mutation(
+        "checkpoint/optimizer_state.py",
+        "            if left != right:\n",
+        "            if False:\n",
+        "tests/integrations/accelerate tests/integrations/trainer/test_checkpoint.py tests/checkpoint",
+    ),
+    "an epoch is drawn anew": Mutation(
+        "integrations/accelerate/data_order.py",
+        'states = order["begun"] if progress is Progress.UNDER_WAY else order',
+        "states = order",
+        "tests/integrations/accelerate/test_data_order.py",
+    ),
+    # long sequences, loading
+    "a ring sees what comes later": Mutation(
+        "sharding/sequence/ring.py",
+        "if queries.is_causal and other > own:",
+        "if False:",
+        "tests/sharding/sequence",
+    ),
+    "queries that see nothing are no numbers": Mutation(
+        "sharding/sequence/ring.py",
+        "return logarithms.masked_fill(logarithms == -math.inf, 0.0)",
+        "return logarithms",
+        "tests/sharding/sequence",
+    ),
+    "a changed head is not noticed": Mutation(
+        "engine/tiles/heads.py",
+        "if self._head.stamp() != self._stamp:",
+        "if False:",
+        "tests/engine/tiles",
+    ),
+    "conversions that mix rows read rows": Mutation(
+        "sharding/loading.py",
+        "        if any(dim % ndim == cut for dim in dims):\n            return False\n",
+        "",
+        "tests/sharding/test_loading.py",
+    ),
+    "mismatched shapes are sliced": Mutation(
+        "sharding/loading.py",
+        "        elif shapes[key] != tuple(state[target].shape):\n            whole.add(target)\n",
+        "",
+        "tests/sharding/test_loading.py",
+    ),
+}
+
+
+def main() -> int:
+    """Run them; the exit code is 1 if any was not noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("words", nargs="*", help="run only mutations that have one of these in their names")
+    parser.add_argument("--tests", type=Path, default=_ROOT, metavar="FOLDER", help="checkout whose tests are run")
+    args = parser.parse_args()
+    chosen = [name for name in MUTATIONS if not args.words or any(word in name for word in args.words)]
+    unnoticed = []
+    for name in chosen:
+        start = time.monotonic()
+        found = run(MUTATIONS[name], args.tests)
+        print(f"{time.monotonic() - start:5.0f} s  {name}: {found}", flush=True)
+        unnoticed += [] if found.startswith("noticed") else [name]
+    print(
+        f"{len(chosen) - len(unnoticed)} of {len(chosen)} noticed{': not ' if unnoticed else ''}{', '.join(unnoticed)}"
+    )
+    return 1 if unnoticed else 0
+
+
+def run(mutation: Mutation, tests: Path = _ROOT) -> str:
+    """What its tests say of one: "noticed by" the first that failed, or why not.
+
+    Args:
+        mutation: to make.
+        tests: a checkout, whose tests are run.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf_zero_mutation_") as folder:
+        for name in _COPIED:
+            source = (tests if name == "tests" else _ROOT) / name
+            if source.is_dir():
+                shutil.copytree(source, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, folder)
+        path = Path(folder) / "hf_zero" / mutation.file
+        text = path.read_text()
+        if text.count(mutation.old) != 1:
+            return f"{mutation.file} has its text {text.count(mutation.old)} times: write the mutation anew"
+        path.write_text(text.replace(mutation.old, mutation.new))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            *mutation.tests.split(),
+        ]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        try:
+            ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"noticed by nobody within {_LIMIT_S} s"
+        failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if ran.returncode == 1 and failed:
+            return f"noticed by {failed[0].split(' - ')[0].split(maxsplit=1)[1]}"
+        return f"nobody noticed (pytest ended with {ran.returncode}): {ran.stdout.strip().splitlines()[-1:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
