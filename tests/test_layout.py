@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard
 
-from hf_zero.layout import ALIGNMENT_BYTES, RowLayout, place
+from hf_zero.layout import ALIGNMENT_BYTES, RowLayout, TensorCut, place
 
 _SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 _NUM_RANKS = st.integers(1, 7)
@@ -98,3 +98,17 @@ def test_small_or_well_balanced_tensors_are_cut_by_rows() -> None:
     assert RowLayout.balanced((128256, 4096), 1000).dim == 0  # 129 rows at most where the mean is 128.3
     assert RowLayout.balanced((100_000,), 64).dim == 0
     assert RowLayout.balanced((2, 100_000), 64) == RowLayout((2, 100_000), 64, dim=1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_rank_holds_its_part_of_every_fused_projection(num_ranks: int) -> None:
+    gate, up = torch.arange(24.0).view(8, 3), -torch.arange(24.0).view(8, 3)
+    fused = torch.cat([gate, up])
+    cut = TensorCut((16, 3), 0, num_ranks, 2)
+    again = torch.zeros_like(fused)
+    for rank in range(num_ranks):
+        part = cut.part_of(fused, rank)
+        assert torch.equal(part, torch.cat([gate.chunk(num_ranks)[rank], up.chunk(num_ranks)[rank]]))
+        assert tuple(part.shape) == cut.local_shape(rank)
+        cut.put(again, part, rank)
+    assert torch.equal(again, fused)

@@ -25,6 +25,7 @@ from hf_zero.checkpoint.optimizer_state import LoadedState, capture, read_state,
 from hf_zero.checkpoint.ranks.cooperative import read_files
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
+from hf_zero.errors import CheckpointError
 from hf_zero.integrations.trainer.checkpoint import _remove_old, step_of
 from tests.checkpoint.files.test_manifest import damage_of
 
@@ -177,6 +178,25 @@ def test_death_in_the_save_after_a_death_leaves_a_whole_checkpoint(tmp_path: Pat
             assert dies_at(number, lambda second=second: tiny.save(second / final, 3.0))
             assert tiny.newest(second) == before
             assert_next_save_works(tiny, second, Save("", (2,), 2))
+
+
+def test_an_older_checkpoint_has_its_name_again_when_the_new_one_cannot_get_it(
+    tmp_path: Path, unsynced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, final, rename = Tiny.make(), tmp_path / "checkpoint-2", disk.rename
+    tiny.save(final, 1.0)
+
+    def fails(old: Path, new: Path) -> None:
+        if old.parent.name.endswith(".staged"):
+            raise OSError("no leave")
+        rename(old, new)
+
+    with monkeypatch.context() as within:
+        within.setattr(disk, "rename", fails)
+        with pytest.raises(CheckpointError, match="no leave"):
+            tiny.save(final, 2.0)
+    assert os.listdir(tmp_path) == [final.name]
+    assert tiny.load(final) == 1.0
 
 
 def test_rotation_that_was_cut_off_leaves_whole_checkpoints_and_is_made_good(tmp_path: Path, unsynced: None) -> None:

@@ -20,6 +20,7 @@ from hf_zero.comm import axes, select, torch_groups
 from hf_zero.comm.collectives import Collectives, Rows, in_messages
 from hf_zero.comm.exchange import Exchange, Work
 from hf_zero.comm.groups import cells_of
+from hf_zero.comm.host import board
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
@@ -355,6 +356,19 @@ def test_gathers_and_reductions_keep_an_order_each(choice: str) -> None:
     collectives.settle()
     assert torch.equal(whole, torch.tensor([1.0, 1.0, 2.0, 2.0]))
     assert torch.equal(output, 2 * torch.arange(4.0)[2 * rank : 2 * rank + 2])
+
+
+@on_ranks(2)
+def test_a_rank_may_begin_more_exchanges_than_the_board_of_a_host_has_room_for() -> None:
+    collectives, layout, count = _make("host"), RowLayout((2,), 2), board._SLOTS + 50
+    rank = collectives.rank
+    wholes = [torch.full((2,), float(number)) * (1 + rank) for number in range(count)]
+    if rank:
+        time.sleep(0.5)  # the other has posted as many as it may meanwhile
+    exchanges = [collectives.gather([Rows(each, layout)], f"unit {number}") for number, each in enumerate(wholes)]
+    for exchange in exchanges:
+        exchange.wait()
+    assert torch.equal(torch.stack(wholes), torch.arange(float(count))[:, None] * torch.tensor([1.0, 2.0]))
 
 
 @on_ranks(2)

@@ -1,8 +1,12 @@
 """What is under way, on which thread: see [Note: under way]."""
 
+import importlib
 import threading
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,3 +83,25 @@ def test_a_closure_may_run_its_backward_on_another_thread_as_autograd_does_on_a_
         twins.optimizers[1].zero_grad()
         twins.steps_done += 1
         assert_same(twins.model, twins.reference)
+
+
+@on_ranks(2, stage=SHARDED, collectives=("pairwise", "host"))
+def test_a_forward_finds_what_a_step_has_changed_that_raised(stage: int, collectives: str) -> None:
+    twins, module = Twins(stage, collectives=collectives), importlib.import_module("torch.optim.sgd")
+    step = module.sgd
+
+    def breaks(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        raise ArithmeticError
+
+    for _ in range(2):
+        twins.loss(twins.model, twins.own()).backward()
+        twins.backward_reference()
+        for optimizer in twins.optimizers:
+            with mock.patch.object(module, "sgd", breaks), pytest.raises(ArithmeticError):
+                optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            found = twins.loss(twins.model, twins.own())
+            assert torch.allclose(found, twins.loss(twins.reference, twins.own()))
+        twins.steps_done += 1

@@ -125,6 +125,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     before = state_of(sgd)
     text = "is the state of AdamW, but this is SGD"
     refused(lambda: sgd.accelerator.load_state(folder), "CheckpointError", text)
+    first, *others = sgd.model.parameters()
+    sgd.accelerator._optimizers = [torch.optim.AdamW([{"params": others}, {"params": [first]}], lr=0.1)]
+    text = "group 0 holds other parameters than this optimizer's"
+    refused(lambda: sgd.accelerator.load_state(folder), "CheckpointError", text)
     assert_same_weights(before, state_of(sgd))
     assert before.rest[1] == sgd.counter.values
 
