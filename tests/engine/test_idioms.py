@@ -254,7 +254,7 @@ def test_idioms_on_gradients_mean_what_they_mean_on_the_plain_model(idiom: Idiom
     _check(idiom, *where)
 
 
-@on_ranks(3, idiom=_ON_WEIGHTS, where=[(1, "host"), (2, "pairwise"), *by_hand((3, "host"))])
+@on_ranks(3, idiom=_ON_WEIGHTS, where=[(1, "host"), *by_hand((2, "pairwise"), (3, "host"))])
 def test_idioms_on_weights_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tuple[int, str]) -> None:
     _check(idiom, *where)
 

@@ -161,8 +161,8 @@ def _trl(folder: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["completions", "packed", "dpo"],
-        pytest.param(["sft", "smoothed", "kto", "grpo", "rloo"], marks=pytest.mark.slow),
+        ["completions", "dpo"],
+        pytest.param(["packed", "sft", "smoothed", "kto", "grpo", "rloo"], marks=pytest.mark.slow),
     ],
 )
 def test_trainers_of_trl(names: list[str], tmp_path: Any) -> None:

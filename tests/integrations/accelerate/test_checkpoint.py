@@ -60,9 +60,8 @@ def rest_of(loop: Loop) -> Rest:
 SETUPS = [
     Setup(stage=0),
     Setup(stage=1, case="adapters"),
-    Setup(stage=2, micro_batches=2, mixed_precision="bf16"),
     Setup(stage=3, case="mixtral"),
-    *by_hand(Setup(stage=3)),
+    *by_hand(Setup(stage=2, micro_batches=2, mixed_precision="bf16"), Setup(stage=3)),
 ]
 
 
