@@ -68,7 +68,7 @@ class ZeroConfig:
         master_dtype: dtype of the rows that the optimizer updates; "auto": the parameter's own.
         reduce_dtype: dtype in which gradients are added up across ranks; "auto": the compute dtype.
         gradient_reduction: whether gradients are averaged or summed over the ranks.
-        broadcast_buffers: whether buffers become those of rank 0 after each backward that exchanges; as under DDP.
+        broadcast_buffers: whether buffers become rank 0's at the forward after each backward that exchanges; as under DDP.
         collectives: how bytes move between ranks: "native" (torch.distributed's collectives), "pairwise" (each pair of
             ranks swaps what the other needs), "host" (ranks of one host share memory; CPU only). "auto" takes "host" where
             all ranks can share memory, else "pairwise" on gloo, and "native" on a device.

@@ -158,8 +158,7 @@ class ZeroEngine:
             p.leave(self)
             for module, _ in p.locations:
                 module._parameters = dict(module._parameters)
-        model = self._model()
-        if model is not None:
+        if (model := self._model()) is not None:
             note_left_behind(model, self.parameters)
             if model.__dict__.get("_zero_engine") is self:
                 del model.__dict__["_zero_engine"]
@@ -204,6 +203,7 @@ class ZeroEngine:
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         forwards = self._forwards
+        self.backward.buffers.put_in()
         if not forwards.modules and self.gathering.has_nothing_to_do():
             return None
         if forwards.modules and not forwards.are_alive(module):

@@ -87,12 +87,15 @@ class Normed(nn.Module):
 
 
 @on_ranks(2, stage=[0, 3])
-def test_buffers_start_as_those_of_rank_0_and_are_again_after_a_backward(stage: int) -> None:
+def test_buffers_start_as_those_of_rank_0_and_are_again_at_the_forward_after_a_backward(stage: int) -> None:
     model = Normed()
     model.norm.running_mean.fill_(1.0 + dist.get_rank())
     zero.shard_model(model, zero.ZeroConfig(stage=stage))
     assert torch.equal(model.norm.running_mean, torch.ones(5))
     square_loss(model, batch(0, dist.get_rank())).backward()
+    model.eval()
+    with torch.no_grad():
+        model(batch(0, 0))
     after = [torch.empty(5) for _ in range(2)]
     dist.all_gather(after, model.norm.running_mean)
     assert torch.equal(*after) and not torch.equal(after[0], torch.ones(5))

@@ -59,7 +59,7 @@ class Backward:
         self._gradient_dtypes = {p: gradient_dtypes(p, world) for p in parameters}
         self._trained = parameters
         self._same_gradients = SameGradients(world)
-        self._buffers = Buffers(model, world)
+        self.buffers = Buffers(model, world)
         self._landing = landing_of(world)
         self._watchable = [p for p in parameters if self._is_to_be_watched(p)]
         self._watched: set[ZeroParameter] = set()
@@ -78,7 +78,8 @@ class Backward:
                 self._handles.append(self._watch(p))
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Watch no longer, and let buffers have what has come for them."""
+        self.buffers.put_in()
         for handle in self._handles:
             handle.remove()
 
@@ -171,7 +172,7 @@ class Backward:
         session.give_back()
         self._finish(session)
         if session.has_gradients and self._is_syncing:
-            self._buffers.even_out()
+            self.buffers.exchange()
         self.gathering.drop()
         if self._world.tensor.num_ranks > 1 and session.has_gradients and session.gradients.reducer is not None:
             self._same_gradients.check(self.gathering.num_steps, [(p.name, p.param) for p in self._trained])

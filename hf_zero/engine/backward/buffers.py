@@ -1,15 +1,17 @@
 """Buffers that stay the same on every rank, such as the statistics of a batch norm.
 
 [Note: buffers] Each rank's forwards change its own buffers. DDP gives all ranks those of rank 0 at the forward that follows a
-backward with an exchange; here they go at the end of that backward, where all ranks are anyway, so that a forward on one rank
-alone waits for nobody. What the next forward finds is the same. Left out is what does not change in practice: buffers that are
-not saved with the model (tables of positions), and large ones of integers (packed weights).
+backward with an exchange. Here they travel at the end of that backward, where all ranks are anyway, so that a forward on one
+rank alone waits for nobody; and are put in when the next forward begins, so that until then each rank has its own, which
+scripts average over the ranks. What somebody has written into since is left as it is. Left out is what does not change in
+practice: buffers that are not saved with the model (tables of positions), and large ones of integers (packed weights).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,58 @@ from torch.distributed.tensor import DTensor
 from hf_zero.engine.ranks.world import World
 
 _LARGE_BYTES = 2**20  # of integers
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a buffer is held.
+
+    Attributes:
+        module: that holds it.
+        name: of the attribute.
+        nbytes: of the buffer.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    nbytes: int
+
+    def buffer(self) -> Tensor | None:
+        """What is there now, if it is as large."""
+        module = self.module()
+        found = None if module is None else module._buffers.get(self.name)
+        return None if found is None or found.nbytes != self.nbytes else found
+
+
+@dataclass(frozen=True)
+class _Came:
+    """Values that have come, and are to be put in: bytes of all buffers, one after the other.
+
+    Attributes:
+        places: of the buffers.
+        own: what this rank had there.
+        firsts: what the first rank had.
+    """
+
+    places: list[_Place]
+    own: Tensor
+    firsts: Tensor
+
+    def put_in(self) -> None:
+        """See `Buffers.put_in`."""
+        sizes = [place.nbytes for place in self.places]
+        parts = zip(self.places, torch.split(self.own, sizes), torch.split(self.firsts, sizes), strict=True)
+        for place, own, first in parts:
+            buffer = place.buffer()
+            if buffer is not None:
+                # Compared on the device, for which this process does not wait; an alias: autograd takes no offence.
+                found = _bytes_of(buffer)
+                wanted = torch.where((found == own).all(), first, found)
+                buffer.data.copy_(wanted.view(buffer.dtype).view(buffer.shape))
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    return buffer.data.reshape(-1).view(torch.uint8)
 
 
 class Buffers:
@@ -32,21 +86,25 @@ class Buffers:
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._ranks = world.data
         self._is_on = world.config.broadcast_buffers and world.data.num_ranks > 1
+        self._came: _Came | None = None
 
-    def even_out(self) -> None:
-        """Give every rank the first one's values: see [Note: buffers]. Called by all ranks together."""
-        if not self._is_on or not (chosen := dict.fromkeys(self._chosen())):
+    def exchange(self) -> None:
+        """Get the first rank's values: see [Note: buffers]. Called by all ranks together."""
+        if not self._is_on or not (chosen := {id(buffer): (buffer, place) for buffer, place in self._chosen()}):
             return
-        found = sorted(chosen, key=lambda buffer: -buffer.itemsize)  # so that all are aligned when packed
-        # Aliases: autograd takes no offence, and what it has saved of them changes only where a forward has changed it.
-        flat = [buffer.data.reshape(-1).view(torch.uint8) for buffer in found]
-        packed = torch.cat(flat)
-        self._ranks.broadcast(packed, 0, "buffers")
-        if self._ranks.rank:
-            for buffer, values in zip(found, torch.split(packed, [len(each) for each in flat]), strict=True):
-                buffer.data.copy_(values.view(buffer.dtype).view(buffer.shape))
+        found = sorted(chosen.values(), key=lambda pair: -pair[0].itemsize)  # so that all are aligned when packed
+        own = torch.cat([_bytes_of(buffer) for buffer, _ in found])
+        firsts = own.clone()
+        self._ranks.broadcast(firsts, 0, "buffers")
+        self._came = _Came([place for _, place in found], own, firsts) if self._ranks.rank else None
 
-    def _chosen(self) -> Iterator[Tensor]:
+    def put_in(self) -> None:
+        """Let buffers have what has come, but for those that have been written into since."""
+        came, self._came = self._came, None
+        if came is not None:
+            came.put_in()
+
+    def _chosen(self) -> Iterator[tuple[Tensor, _Place]]:
         for reference in self._modules:
             module = reference()
             if module is None or not module._buffers:
@@ -55,4 +113,4 @@ class Buffers:
                 if buffer is None or name in module._non_persistent_buffers_set or isinstance(buffer, DTensor):
                     continue
                 if buffer.numel() and (buffer.is_floating_point() or buffer.nbytes <= _LARGE_BYTES):
-                    yield buffer
+                    yield buffer, _Place(reference, name, buffer.nbytes)

@@ -50,6 +50,11 @@ def _losses(model: nn.Module, num_micros: int) -> list[float]:
             found.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
+    found += [float(buffer.double().sum()) for buffer in model.buffers()]  # each rank's own until the next forward
+    for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm1d)):
+        for buffer in (norm.running_mean, norm.running_var):  # as scripts do, of which the next forward leaves it
+            dist.all_reduce(buffer)
+            buffer /= dist.get_world_size()
     model.eval()
     with torch.no_grad():
         found.append(float(model(torch.linspace(-1, 1, 20).view(4, 5)).sum()))
