@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import Trainer
 
 from hf_zero import ZeroConfig, shard_model
 from hf_zero.checkpoint.held_parameters import held_parameters
+from hf_zero.checkpoint.optimizer_state import capture
 from tests.integrations.refusals import refused
 from tests.integrations.trainer.runs import arguments, loaded, logged, trainer_of, undone
 from tests.models import CASES, make_model
@@ -57,6 +59,19 @@ def test_states_of_parameters_beside_the_model_are_saved_and_resumed(stage: int,
     if dist.get_rank() == 0:  # whose moments are saved, as under DDP
         assert resumed[0] == moments[0] == 2
         torch.testing.assert_close(resumed, moments, rtol=1e-5, atol=1e-8)
+
+
+@on_ranks(2, stage=[0, 1, 3])
+def test_states_beside_a_model_are_shared_whatever_models_one_rank_still_holds(stage: int) -> None:
+    models = [make_model(CASES["gpt2"]) for _ in range(2)]
+    for each in models:
+        shard_model(each, ZeroConfig(stage=stage, timeout_s=5))
+    model = models.pop()
+    if dist.get_rank():
+        models.clear()
+        gc.collect()
+    optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(2))])
+    assert capture(optimizer, model, "optimizer")[0].files
 
 
 @on_ranks(2, stage=[1, 3])
