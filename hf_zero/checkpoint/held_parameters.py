@@ -41,10 +41,10 @@ def named_groups(optimizer: Any, model: nn.Module) -> list[list[str]]:
 def states_beside(optimizer: Any, held: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Rank 0's states of the parameters beside the model, by name, on every rank; others' may differ, or be none yet."""
     beside = [name for name in held if name.startswith(_BESIDE)]
-    # That of the model, and not just any: some ranks may still hold engines of models that others have dropped.
-    engine = next((each for each in live_engines() if any(each.find(p) is not None for p in held.values())), None)
     if not beside:
         return {}
+    # That of the model, and not just any: some ranks may still hold engines of models that others have dropped.
+    engine = next((each for each in live_engines() if any(each.find(p) is not None for p in held.values())), None)
     found = {name: {k: _on_host(v) for k, v in optimizer.state.get(held[name], {}).items()} for name in beside}
     return found if engine is None else cast(dict[str, Any], engine.world.share(found, "states beside the model"))
 

@@ -63,7 +63,7 @@ class _Came:
         parts = zip(self.places, torch.split(self.own, sizes), torch.split(self.firsts, sizes), strict=True)
         for place, own, first in parts:
             buffer = place.buffer()
-            if buffer is not None:
+            if buffer is not None and buffer.device == own.device:  # it may have been moved
                 # Compared on the device, for which this process does not wait; an alias: autograd takes no offence.
                 found = _bytes_of(buffer)
                 wanted = torch.where((found == own).all(), first, found)
