@@ -75,6 +75,12 @@ PLAN = [
         "if not is_tracing(packed_sequence_mask)",
         "activations: no mask of packed documents where there are no values",
     ),
+    Seam(
+        importlib.import_module("torch.distributed._functional_collectives"),
+        "all_reduce",
+        "torch.ops._c10d_functional.all_reduce(",
+        "what ranks that share layers exchange",
+    ),
 ]
 QUANTISED = [
     Seam(torch._subclasses.fake_tensor.FakeTensorMode, "__init__", "allow_non_fake_inputs", "fake_tensors"),

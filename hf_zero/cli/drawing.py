@@ -33,7 +33,9 @@ def draw(shape: ModelShape, rows: list[Row], path: Path) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_ylim(0, 1.06 * max(bottoms))
     axes.set_ylabel("GiB a rank")
-    axes.set_title(f"{shape.name}, {shape.numel / 1e9:.2f} B parameters, {rows[0].setting.num_ranks} ranks")
+    setting = rows[0].setting
+    num_ranks = setting.num_ranks * setting.config.tp_size
+    axes.set_title(f"{shape.name}, {shape.numel / 1e9:.2f} B parameters, {num_ranks} ranks")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

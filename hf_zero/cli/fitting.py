@@ -105,7 +105,7 @@ def _enough_ranks(shape: ModelShape, row: Row, args: argparse.Namespace) -> int 
     ranks = args.ranks
     while ranks < _MOST_RANKS:
         ranks *= 2
-        setting = replace(row.setting, num_ranks=ranks)
+        setting = replace(row.setting, num_ranks=ranks // args.tp)
         if not divides_experts(shape, setting):
             return None
         held = predict(shape, setting, Kept(row.holding.activations, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser, size_of: Callable[[str], int]
     parser.add_argument("--sp", type=int, default=1, metavar="N", help="ranks that share each sequence, as sp_size (1)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="likewise, as cp_size; both together (1)")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that divide all experts, as ep_size (1)")
-    parser.add_argument("--tp", type=int, default=1, help=argparse.SUPPRESS)  # refused by name
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer, as tp_size (1)")
     parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing only")
     parser.add_argument("--accumulation", action="store_true", help="several micro-batches a step")
     parser.add_argument(
@@ -132,17 +133,23 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the options contradict each other, or a file exists already.
         UsageError: the model is not known.
     """
-    import torch
-
-    from hf_zero.cli.drawing import draw, draw_scale
-    from hf_zero.plan.scale import told
-    from hf_zero.plan.shapes import meta_model, shapes_of, with_adapters
+    from hf_zero.plan.shapes import meta_model
 
     _check(args)
     if args.gpu is not None and args.gpu_memory is None:
         args.gpu_memory = timing.memory_of(args.gpu)
     model = meta_model(args.model)
-    sequences.share(model, args)
+    with sequences.shared(model, args):
+        return _run(model, args)
+
+
+def _run(model: nn.Module, args: argparse.Namespace) -> int:
+    import torch
+
+    from hf_zero.cli.drawing import draw, draw_scale
+    from hf_zero.plan.scale import told
+    from hf_zero.plan.shapes import shapes_of, with_adapters
+
     if args.lora is not None:
         model = with_adapters(model.to(getattr(torch, args.dtype)), args.lora)  # frozen weights need no masters
     shape = shapes_of(model, in_4bit=args.load_in_4bit)
@@ -184,9 +191,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     timing.check(args)
-    if args.tp > 1:
-        raise ConfigError(f"--tp {args.tp}: the plan does not count with tensor parallelism (tp_size): leave --tp out")
-    for name in ("ranks", "batch_size", "seq_len", "sp", "cp", "ep", "replicate", "lora", "ranks_per_host"):
+    for name in ("ranks", "batch_size", "seq_len", "sp", "cp", "ep", "tp", "replicate", "lora", "ranks_per_host"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give 1 or more")
@@ -195,17 +200,20 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 0 or more")
     if args.ranks % args.replicate:
         raise ConfigError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}: give numbers that do")
-    if args.ranks // args.replicate % (args.sp * args.cp):
-        sizes = " x ".join(f"--{name} {getattr(args, name)}" for name in ("sp", "cp") if getattr(args, name) > 1)
-        raise ConfigError(
-            f"{sizes} does not divide the {args.ranks // args.replicate} ranks of a replica: give numbers that do"
-        )
-    if args.ranks // args.replicate % args.ep:
-        raise ConfigError(
-            f"--ep {args.ep} does not divide the {args.ranks // args.replicate} ranks of a replica: give a number that does"
-        )
+    in_replica = args.ranks // args.replicate
+    for names in (("tp",), ("sp", "cp"), ("ep",)):
+        sizes = {name: getattr(args, name) for name in names if getattr(args, name) > 1}
+        if in_replica % math.prod(sizes.values()):
+            told = " x ".join(f"--{name} {value}" for name, value in sizes.items())
+            raise ConfigError(f"{told} does not divide the {in_replica} ranks of a replica: give numbers that do")
     if args.ep > 1 and args.scale:
         raise ConfigError("--scale counts with ranks that do not divide the experts: leave it, or --ep, out")
+    unused = {"sp": 1, "cp": 1, "ep": 1, "tile_tokens": 0, "tile_mlp": 0, "lora": None, "scale": False}
+    for name, value in unused.items():
+        if args.tp > 1 and getattr(args, name) != value:
+            told = f"--{name.replace('_', '-')}"
+            why = ": its experts are shared either way, and rest alike" if name == "ep" else ""
+            raise ConfigError(f"{told} is not planned together with --tp{why}: leave one of them out")
     if args.ranks_per_host is not None and args.host_memory is None:
         raise ConfigError("--ranks-per-host says who shares --host-memory: give that, too")
     if args.host_memory is not None and args.disk is not None:
@@ -230,15 +238,15 @@ def rows_of(model: nn.Module, shape: ModelShape, args: argparse.Namespace, colle
         kept = {True: kept.get(True, NOTHING)}
     common = {"compute_dtype": args.dtype, "collectives": collectives, "replicate": args.replicate}
     common |= {"tile_tokens": args.tile_tokens, "tile_mlp": args.tile_mlp}
-    common |= {"sp_size": args.sp, "cp_size": args.cp, "ep_size": args.ep}
+    common |= {"sp_size": args.sp, "cp_size": args.cp, "ep_size": args.ep, "tp_size": args.tp}
     rows = []
     for (offloads, checkpoints), found in _ways(kept, args):
         for stage in (0, 1, 2, 3):
-            if stage == 0 and (args.replicate > 1 or args.ep > 1 or offloads != "none"):
+            if stage == 0 and (args.replicate > 1 or args.ep > 1 or args.tp > 1 or offloads != "none"):
                 continue
             for offload in _offloads(offloads, stage, args):
                 config = ZeroConfig(stage=stage, offload=offload, **common)
-                setting = Setting(config, args.ranks, args.optimizer, args.accumulation)
+                setting = Setting(config, args.ranks // args.tp, args.optimizer, args.accumulation)
                 rows.append(Row(setting, checkpoints, predict(shape, setting, found), found))
     return rows
 
@@ -330,7 +338,7 @@ def _write(path: Path, row: Row, args: argparse.Namespace) -> None:
         "compute_dtype": args.dtype,
         "expected_world_size": args.ranks,
     }
-    for key in ("replicate", "sp_size", "cp_size", "ep_size", "tile_tokens", "tile_mlp"):
+    for key in ("replicate", "tp_size", "sp_size", "cp_size", "ep_size", "tile_tokens", "tile_mlp"):
         value = getattr(row.setting.config, key)
         if value > (0 if key.startswith("tile") else 1):
             values[key] = value

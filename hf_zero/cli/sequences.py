@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -71,14 +72,17 @@ def batch_of(model: nn.Module, batch_size: int, num_tokens: int, dtype: str) -> 
     return batch
 
 
-def share(model: nn.Module, args: argparse.Namespace) -> None:
-    """Let ranks divide the heads (--sp) and the experts (--ep) of a model on the meta device.
+@contextlib.contextmanager
+def shared(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
+    """Within: ranks divide the heads (--sp), the experts (--ep) and the layers (--tp) of a model on the meta device.
 
     Raises:
         ConfigError: they cannot.
-        PartitionError: there are no experts.
+        PartitionError: there are no experts, or no plan for layers.
+        UsageError: it is no model of transformers.
     """
     from hf_zero.engine.parameters.experts import mark_experts
+    from hf_zero.plan.tensor_axis import shared_among
     from hf_zero.sharding.experts import find_experts
     from hf_zero.sharding.sequence.checks import refuse_heads
 
@@ -86,6 +90,8 @@ def share(model: nn.Module, args: argparse.Namespace) -> None:
         refuse_heads(model.config.get_text_config(), type(model).__name__, args.sp)  # type: ignore[union-attr, operator]
     for experts in find_experts(model, args.ep, args.ranks // args.replicate).values():
         mark_experts(experts)
+    with shared_among(args.tp, model) if args.tp > 1 else contextlib.nullcontext():
+        yield
 
 
 def told(
@@ -113,12 +119,12 @@ def told(
     total = args.batch_size * math.ceil(args.seq_len / (args.sp * args.cp))
     if not words or not ways:
         return []
-    lines = [
-        f"Logits of {total:,} tokens over {words:,} words: {size(4 * total * words)} in float32, and gradients of that size; "
-        f"{size(4 * min(tile, total) * words)} with tile_tokens {tile}."
-    ]
+    in_float32 = f"Logits of {total:,} tokens over {words:,} words: {size(4 * total * words)} in float32"
+    tiles = [0] if args.tp > 1 else [0, tile]  # a head that ranks share gives its logits whole
+    beside = "" if args.tp > 1 else f"; {size(4 * min(tile, total) * words)} with tile_tokens {tile}"
+    lines = [f"{in_float32}, and gradients of that size{beside}."]
     found: dict[str, list[int]] = {}
-    for size_of_tile in (0, tile):
+    for size_of_tile in tiles:
         counted = functools.cache(lambda length, size=size_of_tile: activations_of(model, args, length, size))
         for name, setting, checkpoints in ways:
             given = replace(setting, config=setting.config.replace(tile_tokens=size_of_tile))
@@ -130,14 +136,15 @@ def told(
             values.append(predict(shape, given, kept_of(args.seq_len)).peak)
             if args.gpu_memory is not None:
                 values.append(longest(shape, given, kept_of, fits, args.seq_len))
+    with_tile = f" with tile_tokens {tile}"
     for name, values in found.items():
         if args.gpu_memory is None:
-            lines.append(f"Peak of {name}: {size(values[0])}; {size(values[1])} with tile_tokens {tile}.")
-        else:
-            lines.append(
-                f"Longest sequence of {name}: {values[1]:,} tokens; {values[3]:,} with tile_tokens {tile} "
-                f"(peak of {args.seq_len:,} tokens: {size(values[0])}; {size(values[2])})."
-            )
+            more = f"; {size(values[1])}{with_tile}" if len(values) > 1 else ""
+            lines.append(f"Peak of {name}: {size(values[0])}{more}.")
+            continue
+        tokens, peaks = [f"{each:,}" for each in values[1::2]], "; ".join(map(size, values[::2]))
+        told_of = f"{tokens[0]} tokens" + (f"; {tokens[1]}{with_tile}" if len(tokens) > 1 else "")
+        lines.append(f"Longest sequence of {name}: {told_of} (peak of {args.seq_len:,} tokens: {peaks}).")
     return lines
 
 

@@ -61,6 +61,7 @@ def check(args: argparse.Namespace) -> None:
         ("sp", args.sp > 1),
         ("cp", args.cp > 1),
         ("ep", args.ep > 1),
+        ("tp", args.tp > 1),
         ("tile-mlp", args.tile_mlp),
         ("load-in-4bit", args.load_in_4bit),
         ("tile-tokens", args.tile_tokens),

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers import masking_utils
@@ -32,6 +33,7 @@ from hf_zero.engine.parameters.experts import are_experts
 from hf_zero.engine.tiles.blocks import TiledBlock, mlps_of
 from hf_zero.engine.tiles.heads import Runner, TiledHead, heads_of
 from hf_zero.errors import UsageError
+from hf_zero.plan.tensor_axis import Receiving
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Kept:
         total: the most at a time.
         largest: what is there beside it when the backward begins: gradients of the size of its largest tensor.
         routed: of rows that tokens are for experts (a row for each expert of a token), over all passes of a step.
-        received: by attention of slices of sequences, in a step.
+        received: by attention of slices of sequences, or by layers that ranks share, in a step.
     """
 
     total: int
@@ -66,6 +68,8 @@ class _Count:
         inputs: bytes of each such call's inputs.
         largest_inside: bytes of the largest tensor that a block keeps.
         routed: bytes of rows for experts.
+        receiving: counts what is received of ranks that share layers, if any do.
+        received_again: of that, what blocks receive before they save their last tensor, where computing again ends.
     """
 
     outside: int = 0
@@ -75,17 +79,23 @@ class _Count:
     inputs: list[int] = field(default_factory=list)
     largest_inside: int = 0
     routed: int = 0
+    receiving: Receiving = field(default_factory=Receiving)
+    received_again: int = 0
+    _received_before: int = 0
     _storages: set[int] = field(default_factory=set)
     _keeps: list[Tensor] = field(default_factory=list)  # so that no storage is freed, and its number taken by another
     _running: int = 0
 
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count the memory of a tensor."""
-        self._storages.add(tensor.untyped_storage()._cdata)
+        self._storages.add(torch_compat.local_of(tensor).untyped_storage()._cdata)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Autograd saves a tensor."""
-        storage = tensor.untyped_storage()
+        if self._running:
+            self.received_again += self.receiving.num_bytes - self._received_before
+            self._received_before = self.receiving.num_bytes
+        storage = torch_compat.local_of(tensor).untyped_storage()
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self._keeps.append(tensor)
@@ -102,8 +112,9 @@ class _Count:
         """A block begins."""
         if not self._running:
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-            self.inputs.append(sum(t.untyped_storage().nbytes() for t in tensors))
+            self.inputs.append(sum(torch_compat.local_of(t).untyped_storage().nbytes() for t in tensors))
             self.blocks.append(0)
+            self._received_before = self.receiving.num_bytes
         self._running += 1
 
     def leave(self, *_: object) -> None:
@@ -131,7 +142,8 @@ class _Count:
         if checkpoints:
             later += max(self.blocks, default=0) + max(2 * self.largest_inside - in_block, 0)
         total = max(begin, later)
-        return Kept(total, max(begin + beside - total, 0), self.routed * (3 if checkpoints else 2))
+        received = self.receiving.num_bytes + (self.received_again if checkpoints else 0)
+        return Kept(total, max(begin + beside - total, 0), self.routed * (3 if checkpoints else 2), received)
 
 
 class _Grouped(torch.autograd.Function):
@@ -141,6 +153,11 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights)
         return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights)
 
 
 def is_grouped(func: Any, args: Any) -> bool:
@@ -212,7 +229,11 @@ def activations_by_way(
             named = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
             for tensor in named.values():
                 count.leave_out(tensor)
-            torch.func.functional_call(model, named, (), {key: convert(value) for key, value in batch.items()})
+            given = {key: convert(value) for key, value in batch.items()}
+            with count.receiving:
+                outputs = torch.func.functional_call(model, named, (), given)
+                if any(isinstance(tensor, DTensor) for tensor in named.values()):
+                    torch.autograd.backward(_number_of(outputs))
             for each in tiled:
                 each.remove()
             of_mlps = [_of_slice(each, _tokens(model, tile_mlp, convert), convert) for each in mlps]
@@ -230,6 +251,12 @@ def activations_by_way(
         checkpoints: count.result(checkpoints, num_gradients, of_tiles, max(in_block, *of_mlps, 0))
         for checkpoints in (False, True)
     }
+
+
+def _number_of(outputs: Any) -> Tensor:
+    """What a backward begins with: the loss, or a sum of the first tensor."""
+    loss: Tensor | None = getattr(outputs, "loss", None)
+    return outputs[0].sum() if loss is None else loss
 
 
 _Convert = Callable[[Tensor], Tensor]  # of a tensor on the meta device, to one that knows that it has no values

@@ -32,7 +32,7 @@ class Setting:
 
     Attributes:
         config: ZeRO's; `collectives: host` means that all ranks are on one host.
-        num_ranks: of all replicas.
+        num_ranks: of all replicas; ranks that share layers (`tp_size`) count as one.
         optimizer: a name in `OPTIMIZERS`.
         accumulates: whether a step has several micro-batches.
     """

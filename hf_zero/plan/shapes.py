@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hf_zero import torch_compat
 from hf_zero.config.units import UnitGrouping
 from hf_zero.engine.parameters.experts import is_of_experts
 from hf_zero.engine.units.grouping import FoundParameter, group
@@ -94,7 +95,9 @@ class ModelShape:
 
 
 def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None, in_4bit: bool = False) -> ModelShape:
-    """The shapes of a model, which may be on the meta device; of experts, those that have been marked (`mark_experts`).
+    """The shapes of a model, which may be on the meta device.
+
+    Of experts, those that have been marked (`mark_experts`); of layers that ranks share, this rank's part (`shared_among`).
 
     Args:
         model: any module.
@@ -123,7 +126,7 @@ def _shape_of(found: FoundParameter, is_packed: bool) -> ParameterShape:
     if is_packed:
         return ParameterShape(name, (-(-param.numel() // 2), 1), torch.uint8, False)
     of_experts = is_of_experts(found.locations)
-    return ParameterShape(name, tuple(param.shape), param.dtype, param.requires_grad, of_experts)
+    return ParameterShape(name, tuple(torch_compat.local_of(param).shape), param.dtype, param.requires_grad, of_experts)
 
 
 def _linear_weights(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -93,7 +93,7 @@ class TensorParallelSeam:
     def _distributed(self, cls: type, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
         if self._seam.is_paused or mesh_manager is None:
             return self._distribute(cls, model, distributed_config, mesh_manager)
-        return _apply(model, distributed_config, self._world)
+        return _apply(model, distributed_config, mesh_manager, self._world.tensor.num_ranks)
 
 
 def distribute(model: nn.Module, world: World) -> None:
@@ -123,14 +123,32 @@ def distribute(model: nn.Module, world: World) -> None:
     mapping = get_model_conversion_mapping(model)
     for each in found:
         world.broadcast(each.param.data, each.names[0])
-        for holder, name in each.locations[1:]:  # transformers shares a layer before it ties weights
-            holder._parameters[name] = nn.Parameter(each.param.data, each.param.requires_grad)
-    _apply(model, _distributed_config(world), world)
+    share_layers(model, _distributed_config(world), _Meshes(world), world.tensor.num_ranks)
     refuse_mixed_parts(model, mapping, world)
-    _tie_again(found)
     for each in find_parameters(model):
         if isinstance(each.param, DTensor):  # its part is a view of the whole
             torch_compat.set_local(each.param, torch_compat.local_of(each.param).clone())
+
+
+def share_layers(model: PreTrainedModel, config: Any, meshes: Any, size: int) -> None:
+    """Let `size` ranks share the layers of a whole model, whose weights each of them has.
+
+    Args:
+        model: with plain parameters.
+        config: transformers' `DistributedConfig`.
+        meshes: what transformers asks for its meshes.
+        size: of the tensor axis.
+
+    Raises:
+        PartitionError: transformers has no plan for it.
+        ConfigError: its heads cannot be divided.
+    """
+    found = find_parameters(model)
+    for each in found:
+        for holder, name in each.locations[1:]:  # transformers shares a layer before it ties weights
+            holder._parameters[name] = nn.Parameter(each.param.data, each.param.requires_grad)
+    _apply(model, config, meshes, size)
+    _tie_again(found)
 
 
 def refuse_mixed_parts(model: nn.Module, weight_mapping: Any, world: World) -> None:
@@ -274,26 +292,24 @@ def _class_method(function: Any) -> Any:
     return classmethod(lambda cls, *args, **kwargs: function(cls, *args, **kwargs))
 
 
-def _apply(model: PreTrainedModel, config: Any, world: World) -> Any:
+def _apply(model: PreTrainedModel, config: Any, meshes: Any, size: int) -> Any:
     """What transformers does with a model and a `DistributedConfig`, but for FSDP2."""
     from transformers.distributed.mixin import DistributedMixin
 
-    _check_heads(model, world)
+    _check_heads(model, size)
     with _without_fsdp(), _with_forwards_of_our_own(), with_experts_of_our_own():
         try:
-            made = DistributedMixin.maybe_distribute_model.__func__(type(model), model, config, _Meshes(world))
+            made = DistributedMixin.maybe_distribute_model.__func__(type(model), model, config, meshes)
         except ValueError as error:
-            raise PartitionError(
-                f"tp_size is {world.tensor.num_ranks}, but transformers cannot share the model: {error}"
-            ) from error
+            raise PartitionError(f"tp_size is {size}, but transformers cannot share the model: {error}") from error
     return made
 
 
-def _check_heads(model: PreTrainedModel, world: World) -> None:
+def _check_heads(model: PreTrainedModel, size: int) -> None:
     """Raise if ranks would share heads that they cannot divide, by the model's plan."""
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-    size, config, plan = world.tensor.num_ranks, model.config.get_text_config(), model.tp_plan or {}
+    config, plan = model.config.get_text_config(), model.tp_plan or {}
     shares_queries = any(key.rsplit(".", 1)[-1] in _QUERIES and style == "colwise" for key, style in plan.items())
     for name in ("num_attention_heads", "num_key_value_heads"):
         try:
