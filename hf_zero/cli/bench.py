@@ -60,8 +60,8 @@ def _add_bench_step(kinds: Any) -> None:
         "--engines",
         default="local,ddp,zero0,zero1,zero2,zero3,fsdp2",
         help="comma-separated: local (exchanges nothing), ddp, zero0..zero3 (zero3:pairwise names the exchange, zero3:none has "
-        "none, zero3:disk offloads, zero3:tp2 shares layers, zero3:pairwise:keep=64MiB keeps so much whole for the backward; "
-        "keep=none, keep=all, keep=auto), fsdp2, fsdp2:tp2, fsdp2-noreshard, "
+        "none, zero3:disk offloads, zero3:tp2 shares layers, zero3:sp2 or cp2 sequences, zero3:pairwise:keep=64MiB keeps "
+        "so much whole for the backward; keep=none, keep=all, keep=auto), fsdp2, fsdp2:tp2, deepspeed3:sp2, fsdp2-noreshard, "
         "zero-redundancy-optimizer, fairscale-oss, fairscale-sdp, deepspeed1..deepspeed3",
     )
     step.add_argument(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from hf_zero.comm.ledger import Ledger
 
 _LEARNING_RATE = 1e-4
 _EXCHANGES = ("host", "pairwise", "native", "none", "disk")
+_ZERO, _DEEPSPEED = (tuple(f"{name}{stage}" for stage in (1, 2, 3)) for name in ("zero", "deepspeed"))
+_SHARING = {"tp": (*_ZERO, "fsdp2"), "sp": (*_ZERO, *_DEEPSPEED), "cp": _ZERO}  # who can, by what ranks share
 _PACKAGES = {"fairscale": "fairscale", "deepspeed": "deepspeed"}  # by the first word of an engine's name
 
 
@@ -34,7 +38,7 @@ class Training:
         step: updates the parameters with AdamW and drops the gradients.
         ledger: what counts the exchanges; None if the engine has none.
         context: what the forward runs in.
-        tensor_size: ranks next to each other that share layers, and see the same batch.
+        num_alike: ranks next to each other that see the same batch, of which each has some layers' parts, or a slice.
     """
 
     model: Callable[..., Any]
@@ -42,7 +46,7 @@ class Training:
     step: Callable[[], None]
     ledger: Ledger | None = None
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
-    tensor_size: int = 1
+    num_alike: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,17 @@ def missing_package(engine: str) -> str | None:
 def known(engine: str) -> bool:
     """Whether there is such an engine; zero0 to zero3 may name their exchange, as in zero3:pairwise, "none" or "disk".
 
-    zero1:tp2 to zero3:tp2, and fsdp2:tp2, share layers between two ranks; so with other numbers. zero3:pairwise:keep=64MiB
+    zero1:tp2 to zero3:tp2, and fsdp2:tp2, share layers between two ranks; zero1:sp2, zero1:cp2, and deepspeed1:sp2, share each
+    sequence; so with other numbers. zero3:pairwise:keep=64MiB
     keeps so many bytes of units whole from their forward to their backward; so with keep=none, keep=all, keep=auto.
     """
     engine, kept = _split_kept(engine)
     name, _, exchange = engine.partition(":")
-    if kept is not None and (name != "zero3" or _reshards(kept) is None or _tensor_size(exchange)):
+    axis = _axis(exchange)[0]
+    if kept is not None and (name != "zero3" or _reshards(kept) is None or axis):
         return False
-    if _tensor_size(exchange):
-        return name in ("zero1", "zero2", "zero3", "fsdp2")
+    if axis:
+        return name in _SHARING[axis]
     return name in ENGINES and (not exchange or (name[4:].isdigit() and exchange in _EXCHANGES))
 
 
@@ -112,16 +118,28 @@ def _reshards(kept: str) -> bool | int | str | None:
     return None
 
 
-def _tensor_size(exchange: str) -> int:
-    return int(exchange[2:]) if exchange.startswith("tp") and exchange[2:].isdigit() else 0
+def _axis(exchange: str) -> tuple[str, int]:
+    """Of "sp2": how ranks share a batch, and how many do; "" for an exchange."""
+    name, size = exchange[:2], exchange[2:]
+    return (name, int(size)) if name in _SHARING and size.isdigit() and int(size) > 1 else ("", 1)
+
+
+def num_alike(engine: str) -> int:
+    """Ranks next to each other that see the same batch under `engine`."""
+    return _axis(engine.partition(":")[2])[1]
 
 
 def build(engine: str, setup: Setup) -> Training:
     """Set up `engine`; called by all ranks together."""
     engine, kept = _split_kept(engine)
     name, _, exchange = engine.partition(":")
-    if size := _tensor_size(exchange):
+    axis, size = _axis(exchange)
+    if axis == "tp":
         return _tensor_parallel(name, size, setup)
+    if axis and name.startswith("deepspeed"):
+        return _ulysses(int(name[-1]), size, setup)
+    if axis:
+        return _hf_zero(int(name[4:]), "pairwise", setup, axes={f"{axis}_size": size})
     if name.startswith("zero") and name[4:].isdigit():
         return _hf_zero(int(name[4:]), exchange or "auto", setup, "auto" if kept is None else kept)
     return ENGINES[name](setup)
@@ -158,17 +176,20 @@ def _ddp(setup: Setup) -> Training:
     return _training(model, _adamw(model.parameters()), setup)
 
 
-def _hf_zero(stage: int, exchange: str, setup: Setup, kept: str = "auto") -> Training:
+def _hf_zero(
+    stage: int, exchange: str, setup: Setup, kept: str = "auto", axes: dict[str, int] | None = None
+) -> Training:
     """Set up hf_zero.
 
     With the exchange "none", every rank goes its own way: what is left is the cost of the engine itself. With "disk", ranks
     exchange pairwise, and all that can be offloaded is on a disk, in the folder for temporary files. `kept` says how much stays
-    whole from a forward to its backward, see `known`.
+    whole from a forward to its backward, see `known`. `axes` are sizes of the configuration.
     """
     config: dict[str, Any] = {"stage": stage, "compute_dtype": str(setup.dtype).removeprefix("torch.")}
     config["offload"] = setup.offload
     config["reshard_after_forward"] = _reshards(kept)
     config["collectives"] = "pairwise" if exchange in ("none", "disk") else exchange
+    config |= axes or {}
     if exchange == "disk":
         parameters = "disk" if stage == 3 else "none"
         config["offload"] = {"optimizer": "disk", "parameters": parameters, "path": tempfile.gettempdir()}
@@ -181,6 +202,7 @@ def _hf_zero(stage: int, exchange: str, setup: Setup, kept: str = "auto") -> Tra
             setattr(engine.world.shards, kind, lambda *_: Exchange("nothing", 0.0))
     training = _training(model, _adamw(model.parameters()), setup)
     training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
+    training.num_alike = math.prod((axes or {}).values())
     return training
 
 
@@ -212,7 +234,7 @@ def _tensor_parallel(name: str, size: int, setup: Setup) -> Training:
         model.gradient_checkpointing_enable()
     engine = None if name == "fsdp2" else hf_zero.shard_model(model)
     training = _training(model, _adamw(model.parameters()), setup)
-    training.tensor_size = size
+    training.num_alike = size
     if engine is not None:
         training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
     return training
@@ -252,17 +274,51 @@ def _fairscale(shards_gradients: bool, setup: Setup) -> Training:
 
 
 def _deepspeed(stage: int, setup: Setup) -> Training:
-    deepspeed = importlib.import_module("deepspeed")
     model = setup.make_model()
+    engine = _deepspeed_engine(stage, model, setup, {"train_micro_batch_size_per_gpu": setup.batch_size})
+    return Training(engine, engine.backward, engine.step)
+
+
+def _deepspeed_engine(stage: int, model: nn.Module, setup: Setup, batches: dict[str, object], **more: Any) -> Any:
     config = {
-        "train_micro_batch_size_per_gpu": setup.batch_size,
+        **batches,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": setup.is_mixed},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model.parameters()), config=config)
-    return Training(engine, engine.backward, engine.step)
+    optimizer = _adamw(model.parameters())
+    return importlib.import_module("deepspeed").initialize(model=model, optimizer=optimizer, config=config, **more)[0]
+
+
+def _ulysses(stage: int, size: int, setup: Setup) -> Training:
+    """Sequences shared by DeepSpeed's Ulysses, as its users do it: labels shifted before slicing, and a weighted loss."""
+    ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
+    importlib.import_module("deepspeed").init_distributed(dist_backend=dist.get_backend())
+    model: Any = setup.make_model()
+    attention = model.config._attn_implementation
+    groups = ulysses.register_with_transformers(model, attention, size, setup.batch_size)
+    batches = {
+        "train_micro_batch_size_per_gpu": setup.batch_size,
+        "train_batch_size": setup.batch_size * dist.get_world_size() // size,
+    }
+    engine = _deepspeed_engine(stage, model, setup, batches, mpu=groups)
+    group, rank = groups.get_sequence_parallel_group(), groups.get_sequence_parallel_rank()
+
+    def forward(input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        ids, positions, shifted = (
+            each.chunk(size, dim=1)[rank].contiguous() for each in (input_ids, positions, shifted)
+        )
+        loss = engine(input_ids=ids, position_ids=positions, shift_labels=shifted, labels=shifted).loss
+        num_tokens = (shifted != -100).sum()
+        whole = torch.stack([loss.detach() * num_tokens, num_tokens.to(loss.dtype)])
+        dist.all_reduce(whole, group=group)
+        own = loss * num_tokens / whole[1] * size  # of gradients, DeepSpeed takes the mean over all ranks
+        return SimpleNamespace(loss=whole[0] / whole[1] + own - own.detach())
+
+    return Training(forward, engine.backward, engine.step, num_alike=size)
 
 
 ENGINES: dict[str, Callable[[Setup], Training]] = {

@@ -133,12 +133,22 @@ def _run(plan: StepBenchmark, engines: list[str], rounds: int) -> dict[str, list
     return runs
 
 
+def compared_with(result: Result) -> str:
+    """What all are compared with: ddp, or else the first engine that exchanges anything."""
+    names = [name for name in result.runs if name != "local"]
+    return "ddp" if "ddp" in names or not names else names[0]
+
+
 def is_valid(result: Result, engine: str) -> bool | None:
-    """Whether an engine's losses match ddp's in every round; None if there is no ddp, or nothing is exchanged."""
-    if engine == "local" or "ddp" not in result.runs:
+    """Whether an engine's losses match those that all are compared with, in every round.
+
+    None: nothing is exchanged, there is nothing to compare with, or ranks see other batches.
+    """
+    base = compared_with(result)
+    if engine == "local" or base not in result.runs or not _is_comparable(engine, base):
         return None
     tolerance = _TOLERANCE[result.plan.dtype]
-    expected = result.runs["ddp"][0].losses
+    expected = result.runs[base][0].losses
     return all(
         abs(loss - other) <= tolerance * abs(other)
         for run in result.runs[engine]
@@ -146,10 +156,16 @@ def is_valid(result: Result, engine: str) -> bool | None:
     )
 
 
+def _is_comparable(engine: str, base: str) -> bool:
+    """Whether ranks see the same batches."""
+    return known_engines.num_alike(engine) == known_engines.num_alike(base)
+
+
 def table(result: Result) -> str:
     """A Markdown table of the figures, with what was measured above it."""
     plan = result.plan
-    heads = ["engine", "ms a step", "over local", "over ddp", "peak MiB a rank", "MiB moved a step", "losses"]
+    base = compared_with(result)
+    heads = ["engine", "ms a step", "over local", f"over {base}", "peak MiB a rank", "MiB moved a step", "losses"]
     rows = [heads, ["---", *["---:"] * 5, "---"]]
     for engine, runs in result.runs.items():
         spread = Spread.of([run.seconds * 1e3 for run in runs])
@@ -160,10 +176,10 @@ def table(result: Result) -> str:
                 engine,
                 spread.show(),
                 _ratio(result, engine, "local"),
-                _ratio(result, engine, "ddp"),
+                _ratio(result, engine, base),
                 Spread.of(peaks).show() if peaks else "-",
                 "-" if moved is None else f"{moved / _MIB:.1f}",
-                {True: "as ddp", False: "INVALID", None: "-"}[is_valid(result, engine)],
+                {True: f"as {base}", False: "INVALID", None: "-"}[is_valid(result, engine)],
             ]
         )
     what = f"{plan.model}, {plan.num_ranks} ranks, {plan.batch_size} x {plan.seq_len} tokens a rank, {plan.dtype}"
@@ -176,7 +192,7 @@ def table(result: Result) -> str:
 
 
 def _ratio(result: Result, engine: str, base: str) -> str:
-    if engine == base or base not in result.runs:
+    if engine == base or base not in result.runs or not _is_comparable(engine, base):
         return "-"
     return str(ratio(*([run.seconds for run in result.runs[name]] for name in (engine, base))))
 

@@ -58,7 +58,7 @@ class _Engine:
 
     def __init__(self, name: str, setup: Setup, seq_len: int, vocabulary: int) -> None:
         self.name, self.training = name, build(name, setup)
-        seed = dist.get_rank() // self.training.tensor_size
+        seed = dist.get_rank() // self.training.num_alike
         self.batches = _batches(vocabulary, setup.batch_size, seq_len, seed, setup.device)
         self.seconds: list[float] = []
         self.losses: list[float] = []

@@ -62,6 +62,7 @@ def test_packages_that_are_absent_are_named_with_their_pip_line(monkeypatch: pyt
     [
         *("zero4", "zero3:quantum", "ddp:pairwise", "zero-redundancy-optimizer:host", ""),
         *("zero3:keep=", "zero3:keep=much", "zero3:keep=0", "zero2:keep=all", "zero3:tp2:keep=all", "fsdp2:keep=all"),
+        *("zero0:sp2", "fsdp2:cp2", "zero3:sp1", "deepspeed3:tp2", "ddp:sp2"),
     ],
 )
 def test_unknown_engines_and_models_are_refused_before_anything_runs(engine: str) -> None:
@@ -96,6 +97,20 @@ def test_engines_in_turn_have_a_figure_of_each_round_and_no_memory(monkeypatch: 
     assert result.runs["zero3"][0].moved_bytes == 7.0 and result.runs["ddp"][0].peak_bytes is None
     text = step.table(result)
     assert "engines in turn in the same processes" in text and "1.000 [1.000, 1.333]" in text, text
+
+
+def test_engines_whose_ranks_share_sequences_are_compared_with_such() -> None:
+    assert all(map(engines.known, ["zero1:sp2", "zero3:cp2", "deepspeed3:sp2", "zero2:tp2", "fsdp2:tp2"]))
+
+    def told(*names: str) -> list[str]:
+        runs = {name: [step.Run(1.0, None, None, (2.0 if name == "ddp" else 3.0,))] for name in names}
+        result = step.Result(dataclasses.replace(_PLAN, engines=names), runs, {})
+        return [line for line in step.table(result).splitlines() if line.startswith("|")]
+
+    heads, _, *rows = told("local", "zero1:sp2", "deepspeed1:sp2")
+    assert "over zero1:sp2" in heads and "as zero1:sp2" in rows[-1]
+    heads, _, *rows = told("ddp", "zero1:sp2")
+    assert "over ddp" in heads and "ahead" not in rows[-1] and "INVALID" not in rows[-1]
 
 
 @pytest.mark.slow
