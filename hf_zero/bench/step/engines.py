@@ -279,7 +279,7 @@ def _deepspeed(stage: int, setup: Setup) -> Training:
     return Training(engine, engine.backward, engine.step)
 
 
-def _deepspeed_engine(stage: int, model: nn.Module, setup: Setup, batches: dict[str, object], **more: Any) -> Any:
+def _deepspeed_engine(stage: int, model: nn.Module, setup: Setup, batches: dict[str, int], **more: Any) -> Any:
     config = {
         **batches,
         "zero_optimization": {"stage": stage},
