@@ -78,7 +78,7 @@ SLOW_CASES = {
     "sharding/test_shared_experts.py::test_accumulated_and_clipped_gradients_are_those_of_one_process",
     "sharding/test_shared_experts.py::test_checkpointed_layers_with_a_loss_of_routers_train_as_in_one_process",
     "sharding/test_shared_experts.py::test_frozen_weights_stay_and_the_others_train_as_in_one_process",
-    "sharding/test_shared_experts.py::test_ranks_load_their_own_experts_and_files_are_those_of_one_process[mixtral]",
+    "sharding/test_shared_experts.py::test_ranks_load_their_own_experts_and_files_are_those_of_one_process[mixtral-2]",
     "test_parity.py::test_comparison_fails_when_the_engine_is_broken[ascent-llama--]",
     "test_parity.py::test_comparison_fails_when_the_engine_is_broken[gradients_for_unused-mlp--]",
     "test_parity.py::test_comparison_fails_when_the_engine_is_broken[short_steps-llama--]",

@@ -16,8 +16,8 @@ divide heads (`heads`), and one of each such group meets the others for the keys
 Some of those that cut parameters, next to each other, may compute some experts each of every layer (`experts`), and send each
 other tokens. Those at the same place of each such group compute the same experts (`same_experts`), and gather them from each
 other. With 4 shards and `ep_size: 2`, ranks 0 and 1 compute all experts, 2 and 3 again; 0 and 2 compute the same ones. Where
-there is a tensor axis, its ranks divide experts as they divide layers, and send each other no tokens: then `experts` is this
-rank alone.
+there is a tensor axis, its ranks divide experts as they divide layers, and send each other no tokens: `experts` are then
+those at the same place of `ep_size / tp_size` shards, which divide that place's experts once more; or this rank alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Axes:
         sequence: among those that see slices of the same sequences; this rank alone where none do.
         heads: of them, among those that divide heads in attention.
         context: of them, among those that have the same heads.
-        experts: among those that compute all experts, some each; this rank alone where each computes all.
+        experts: among those that compute all experts of this place of the tensor axis, some each; this rank alone where each
+            computes all of them.
         same_experts: among those of a replica that compute the same experts.
         holders: among those that hold the whole model once.
         everyone: among all ranks, which agree, fail and end together.
@@ -138,7 +139,7 @@ class Axes:
                 holders = cut
         nearby = _nearby(cut, config, device, ledger, make)
         by_sequence = _of_sequences(cut, config, ledger, partial(make, plain))
-        by_experts = _of_experts(cut, config.ep_size if tensor_size == 1 else 1, partial(make, plain), ledger)
+        by_experts = _of_experts(cut, _dividing_experts(config.ep_size, tensor_size), partial(make, plain), ledger)
         own_row = next(row for row in replicas if any(everyone.ranks[everyone.rank] in cell for cell in row))
         grid, cells = None, tuple(own_row)
         if tensor_size > 1:
@@ -161,6 +162,11 @@ class Axes:
     def tensor_mesh(self) -> DeviceMesh | None:
         """The mesh of what modules compute with, over the tensor axis."""
         return None if self.grid is None else self.grid[TENSOR_AXIS]
+
+
+def _dividing_experts(ep_size: int, tensor_size: int) -> int:
+    """Ranks that cut parameters and divide the experts that one place of the tensor axis has."""
+    return max(ep_size // tensor_size, 1)
 
 
 def _of_experts(cut: Collectives, size: int, make: _Meet, ledger: Ledger) -> tuple[Collectives, Collectives]:
@@ -310,10 +316,12 @@ def _replicas(cells: list[list[Cell]], config: ZeroConfig) -> list[list[Cell]]:
             f"{len(cells[0])} ranks that shard parameters"
         )
     check_experts_on_tensor_axis(config.ep_size, tensor_size)
-    if tensor_size == 1 and len(cells[0]) % config.ep_size:
-        along = "" if len(cells) == 1 else f", in {len(cells)} replicas"
+    if len(cells[0]) % _dividing_experts(config.ep_size, tensor_size):
+        along = "" if tensor_size == 1 else f", {tensor_size} of them to each layer (tp_size)"
+        along += "" if len(cells) == 1 else f", in {len(cells)} replicas"
+        what = "it" if tensor_size == 1 else f"ep_size / tp_size, {config.ep_size // tensor_size},"
         raise ConfigError(
-            f"ep_size is {config.ep_size}, but {running}{along}: it must divide the {len(cells[0])} ranks that shard "
+            f"ep_size is {config.ep_size}, but {running}{along}: {what} must divide the {len(cells[0])} ranks that shard "
             "parameters"
         )
     return cells

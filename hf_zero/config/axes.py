@@ -59,13 +59,13 @@ def sharing_sequences(sp_size: int, cp_size: int) -> str:
 
 
 def check_experts_on_tensor_axis(ep_size: int, tp_size: int) -> None:
-    """Raise a `ConfigError` unless all ranks that share layers, and no others, divide the experts between them."""
-    if tp_size > 1 and ep_size not in (1, tp_size):
+    """Raise a `ConfigError` unless all ranks that share layers divide the experts between them, with as many others each."""
+    if ep_size > 1 and ep_size % tp_size:
         values.fail(
             "ep_size",
             ep_size,
             f"cannot be had together with tp_size: {tp_size}: ranks that share every layer have its experts together, so use "
-            f"ep_size: {tp_size}; or remove one of them",
+            f"ep_size: {tp_size} or a multiple; or remove one of them",
         )
 
 

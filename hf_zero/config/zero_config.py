@@ -89,8 +89,8 @@ class ZeroConfig:
             what each of them holds is cut over the others. The model must have a plan for it.
         sp_size: ranks next to each other that see the same batch, and compute a slice of its sequences each (causal models).
         ep_size: ranks next to each other that compute some experts each of every layer, and send each other the tokens of their
-            own batches (mixture-of-experts models of transformers). With `tp_size`, it must be equal: ranks that share every
-            layer divide the experts too, and send no tokens.
+            own batches (mixture-of-experts models of transformers). With `tp_size`, it is equal, or a multiple: ranks that
+            share every layer divide the experts first, and send each other no tokens.
         cp_size: likewise, where attention is not divided by heads: each rank's queries attend to the keys of all slices. With
             `sp_size` beside it, so many groups of `sp_size` ranks share each sequence.
         cp_comm_strategy: how these keys come from the other ranks: "allgather" gathers them all; "alltoall" passes slices

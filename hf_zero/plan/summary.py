@@ -159,7 +159,7 @@ def _dtypes(engine: ZeroEngine, mixed_precision: str) -> str:
 def _axes(world: World) -> str:
     """How the ranks are arranged, where they are not one row."""
     shared = f", each sequence over {world.sequence.num_ranks} ranks" if world.sequence.num_ranks > 1 else ""
-    shared += f", all experts over {world.experts.num_ranks} ranks" if world.experts.num_ranks > 1 else ""
+    shared += f", all experts over {world.config.ep_size} ranks" if world.experts.num_ranks > 1 else ""
     if world.tensor.num_ranks == 1:
         several = world.replicas.num_ranks > 1
         return (f" ({world.replicas.num_ranks} replicas of {world.num_shards} ranks)" if several else "") + shared

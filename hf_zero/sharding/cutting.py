@@ -23,6 +23,7 @@ from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
 from hf_zero.engine.ranks.world import STAYS_ON_DEVICE, World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_quantised
+from hf_zero.sharding.experts import share_experts
 from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis, share_resized
 from hf_zero.sharding.whole_window import is_mapped
 
@@ -30,6 +31,7 @@ from hf_zero.sharding.whole_window import is_mapped
 def partition_whole(model: nn.Module, world: World) -> None:
     """Share a model's layers over the tensor axis, if there is one, and cut what is not cut yet: see `partition_parameters`."""
     distribute(model, world)
+    share_experts(model, world)
     share_resized(model, world)
     remember_tensor_axis(model, world)
     partition_parameters(model, world)

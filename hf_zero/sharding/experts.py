@@ -7,8 +7,6 @@ parallelism have: weights are of all experts, [experts, ...], and a forward is g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +14,10 @@ from torch import Tensor, nn
 
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.modules.experts import Dispatch
-from hf_zero.engine.parameters.experts import Routes, mark_experts
+from hf_zero.engine.parameters.experts import Routes, mark_experts, so_many_experts
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.sharding.shared_experts import SharedExperts
 
 _MARK_OF_TRANSFORMERS = "_is_expert_parallel"
 
@@ -26,7 +25,7 @@ _MARK_OF_TRANSFORMERS = "_is_expert_parallel"
 def share_experts(model: nn.Module, world: World) -> None:
     """Let each rank compute some experts of a model, if there is an expert axis; a second call changes nothing.
 
-    Called before weights are cut.
+    Called before weights are cut; and, for those that the tensor axis divides first, once it has.
 
     Raises:
         PartitionError: the model has no experts that transformers marks, or an adapter changes their weights.
@@ -34,24 +33,35 @@ def share_experts(model: nn.Module, world: World) -> None:
     """
     for name, module in check_experts(model, world).items():
         known = vars(module).get("forward")
-        if not isinstance(known, RoutedForward) or not known.is_of(module, world):
+        shared = known if isinstance(known, SharedExperts) else None
+        if shared is None and world.tensor.num_ranks > 1:
+            continue
+        routed = known if shared is None else shared.routed
+        if not isinstance(routed, RoutedForward) or not routed.is_of(module, world):
             routes = Routes(int(module.num_experts), world.experts.num_ranks, world.num_shards)  # type: ignore[arg-type]
-            vars(module)["forward"] = RoutedForward(module, name, routes, world)
+            routed = RoutedForward(module, name, routes, world)
             mark_experts(module)
+            if shared is None:
+                vars(module)["forward"] = routed
+            else:
+                shared.routed = routed
 
 
 def check_experts(model: nn.Module, world: World) -> dict[str, nn.Module]:
     """The experts of a model, by name, if there is an expert axis; see `share_experts` for what it raises."""
-    return find_experts(model, world.experts.num_ranks, world.num_shards)
+    if world.experts.num_ranks == 1:
+        return {}
+    return find_experts(model, world.config.ep_size, world.num_shards, world.tensor.num_ranks)
 
 
-def find_experts(model: nn.Module, ranks: int, shards: int) -> dict[str, nn.Module]:
+def find_experts(model: nn.Module, ranks: int, shards: int, places: int = 1) -> dict[str, nn.Module]:
     """The experts of a model, by name, if several ranks divide them; see `share_experts` for what it raises.
 
     Args:
         model: with values, or on the meta device.
         ranks: that compute all experts together (`ep_size`).
         shards: that parameters are cut over.
+        places: of the tensor axis, which divide experts first.
     """
     if ranks == 1:
         return {}
@@ -62,7 +72,7 @@ def find_experts(model: nn.Module, ranks: int, shards: int) -> dict[str, nn.Modu
             "(`use_experts_implementation`): leave ep_size out"
         )
     for name, module in found.items():
-        _check(name, module, ranks, shards)
+        _check(name, module, ranks, shards, places)
     for name, module in model.named_modules():
         base = vars(module).get("_modules", {}).get("base_layer")
         if base is not None and any(base is each for each in found.values()):
@@ -73,8 +83,10 @@ def find_experts(model: nn.Module, ranks: int, shards: int) -> dict[str, nn.Modu
     return found
 
 
-def _check(name: str, module: nn.Module, ranks: int, shards: int) -> None:
+def _check(name: str, module: nn.Module, ranks: int, shards: int, places: int) -> None:
     count = getattr(module, "num_experts", None)
+    if isinstance(count, int) and isinstance(vars(module).get("forward"), SharedExperts):
+        count *= places  # it knows of those of one place
     shapes = {key: tuple(param.shape) for key, param in module.named_parameters()}
     if not isinstance(count, int) or any(not shape or shape[0] != count for shape in shapes.values()):
         raise PartitionError(
@@ -82,6 +94,7 @@ def _check(name: str, module: nn.Module, ranks: int, shards: int) -> None:
         )
     if not all(param.is_floating_point() for param in module.parameters()):
         raise PartitionError(f"ep_size is {ranks}, but {name!r} is quantised: leave ep_size out")
+    shards *= places
     if count % shards:
         fitting = [each for each in range(ranks, count + 1, ranks) if count % each == 0]
         instead = f"{' or '.join(map(str, fitting))} of them" if fitting else "another ep_size and other ranks"
@@ -118,7 +131,14 @@ class RoutedForward:
         routes = self._dispatch.routes
         if next(module.parameters()).shape[0] == routes.num_experts:
             return forward(module, hidden_states, top_k_index, top_k_weights)
-        with so_many_experts(module, routes.num_local):
+        return self.dispatched(hidden_states, top_k_index, top_k_weights)
+
+    def dispatched(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Run the experts on this rank's tokens, wherever they are."""
+        module = self._module()
+        assert module is not None
+        forward = type(module).forward
+        with so_many_experts(module, self._dispatch.routes.num_local):
             return self._dispatch(hidden_states, top_k_index, top_k_weights, lambda *given: forward(module, *given))
 
     def _before_wait(self) -> None:
@@ -132,14 +152,3 @@ class RoutedForward:
         return (
             self if module is None else RoutedForward(module, self._dispatch.name, self._dispatch.routes, self._world)
         )
-
-
-@contextmanager
-def so_many_experts(module: nn.Module, count: int) -> Iterator[None]:
-    """Within: a module believes that it has so many experts."""
-    before = module.num_experts
-    module.num_experts = count  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module.num_experts = before

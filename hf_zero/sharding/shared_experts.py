@@ -1,4 +1,4 @@
-"""Experts divided over the ranks of the tensor axis, by transformers' plan for them: `ep_size` beside an equal `tp_size`.
+"""Experts divided over the ranks of the tensor axis, by transformers' plan for them: `ep_size` beside `tp_size`.
 
 [Note: shared experts] These ranks see the same tokens, so none travel. Each has some experts, which is a cut of their weights
 on the first dim as any other cut of the tensor axis. It runs them on the rows that the router has chosen them for, and outputs
@@ -6,6 +6,9 @@ are added up over the ranks, as are the gradients of tokens and of the router's 
 
 A rank whose experts are chosen for nothing computes one row and drops it: its graph then has what that of the others has, and
 takes part in their sums. transformers' own `AllReduceEP` sends all rows through the experts of each rank, and hangs there.
+
+With a larger `ep_size`, the experts of one place of the axis are divided once more, over ranks that see other batches, and the
+rows that are for them travel there: see [Note: experts].
 """
 
 from __future__ import annotations
@@ -13,12 +16,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from hf_zero.sharding.experts import so_many_experts
+from hf_zero.engine.parameters.experts import so_many_experts
+
+
+class _Routed(Protocol):
+    """What runs experts that ranks with other batches divide."""
+
+    def dispatched(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor: ...
 
 
 class SharedExperts:
@@ -28,10 +37,14 @@ class SharedExperts:
         module: whose. Weak: the module holds this.
         style: transformers' own, which lets the module see parts of weights.
         mesh: the tensor axis.
+
+    Attributes:
+        routed: what runs this place's experts, if more ranks divide them.
     """
 
     def __init__(self, module: nn.Module, style: Any, mesh: Any) -> None:
         self._module, self._style, self._mesh = weakref.ref(module), style, mesh
+        self.routed: _Routed | None = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' weighted sum for each token; or as ever, where the weights of all are here.
@@ -60,7 +73,12 @@ class SharedExperts:
         num_routes = len(routes)
         used = routes if num_routes else routes.new_zeros(1)
         rows, local, scale = hidden[used // top_k], chosen[used] % count, weights.reshape(-1)[used]
-        made = cast(Tensor, type(module).forward(module, rows, local.unsqueeze(-1), scale.unsqueeze(-1)))
+        given = (rows, local.unsqueeze(-1), scale.unsqueeze(-1))
+        made = (
+            cast(Tensor, type(module).forward(module, *given))
+            if self.routed is None
+            else self.routed.dispatched(*given)
+        )
         by_route = made.new_zeros(len(chosen), made.shape[-1]).index_copy(0, routes, made[:num_routes])
         return by_route.view(len(hidden), top_k, -1).sum(1)
 

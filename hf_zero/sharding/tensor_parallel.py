@@ -261,10 +261,10 @@ def _check_fits(given: Any, world: World) -> None:
             f"DistributedConfig(pp_size={given.pp_size}) cannot be combined with zero: recipes/pipeline.py shows pipeline "
             "stages under zero"
         )
-    if given.ep_size not in (1, ours.ep_size):
+    if given.ep_size not in (1, ours.ep_size, world.config.ep_size):
         raise ConfigError(
-            f"DistributedConfig(ep_size={given.ep_size}), but ep_size is {ours.ep_size} in the zero configuration, which "
-            "expert parallelism is asked for in: leave it out there"
+            f"DistributedConfig(ep_size={given.ep_size}), but ep_size is {world.config.ep_size} in the zero configuration, "
+            "which expert parallelism is asked for in: leave it out there"
         )
     for name in ("tp_size", "fsdp_size", "dp_replicate_size"):
         wanted = getattr(given, name)

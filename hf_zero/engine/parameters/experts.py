@@ -9,6 +9,9 @@ gets those of its own from them. With 8 experts, N = 4 and P = 2:
     rank 0 has experts 0 1, rank 1 has 2 3, rank 2 has 4 5, rank 3 has 6 7
     ranks 0 and 2 compute 0 1 4 5, ranks 1 and 3 compute 2 3 6 7
 
+With `tp_size: T`, the ranks of the tensor axis divide the experts first, see [Note: shared experts], and P / T of the N ranks
+that cut a place's experts divide them as above.
+
 The gradient of what a rank computes with is of the tokens of all its `experts`; added up over `same_experts`, and over the
 replicas, it is of all tokens. It is divided as that of any other weight, by the number of ranks that see different batches.
 
@@ -17,7 +20,8 @@ Source: GShard (arXiv:2006.16668), DeepSpeed-MoE (arXiv:2201.05596).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -42,6 +46,17 @@ def are_experts(module: nn.Module) -> bool:
 def is_of_experts(holders: Sequence[tuple[nn.Module, str]]) -> bool:
     """Whether a parameter that these modules hold has been marked."""
     return any(are_experts(module) for module, _ in holders)
+
+
+@contextmanager
+def so_many_experts(module: nn.Module, count: int) -> Iterator[None]:
+    """Within: a module believes that it has so many experts."""
+    before = module.num_experts
+    module.num_experts = count  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_experts = before
 
 
 @dataclass(frozen=True)

@@ -45,16 +45,18 @@ class Seen:
         placement: over the tensor axis; None for a plain tensor.
         mesh: the tensor axis.
         shape: of the whole.
+        is_part: what is gathered is of some experts of this place of the axis alone.
         sums_over: add gradients up over these ranks; None: they are whole as they come.
     """
 
     placement: Placement | None
     mesh: DeviceMesh | None
     shape: tuple[int, ...]
+    is_part: bool
     sums_over: Collectives | None
 
     @classmethod
-    def by(cls, holders: Sequence[tuple[nn.Module, str]], param: Tensor, world: World) -> Seen | None:
+    def by(cls, holders: Sequence[tuple[nn.Module, str]], param: Tensor, is_part: bool, world: World) -> Seen | None:
         """How these modules see `param`; None: as it is gathered."""
         if world.tensor.num_ranks == 1:
             return None
@@ -63,7 +65,7 @@ class Seen:
         sums = any(vars(module).get(_SUMS) for module, _ in holders)
         if placement is None and not sums:
             return None
-        return cls(placement, world.tensor_mesh, tuple(param.shape), world.tensor if sums else None)
+        return cls(placement, world.tensor_mesh, tuple(param.shape), is_part, world.tensor if sums else None)
 
     def of(self, part: Tensor) -> Tensor:
         """What modules see of the gathered `part` of this rank, in the graph."""
@@ -76,7 +78,9 @@ class Seen:
         return part if self.placement is None else self._distributed(part, self.placement).full_tensor()
 
     def _distributed(self, part: Tensor, placement: Placement) -> DTensor:
-        shape, stride = torch.Size(self.shape), row_major(self.shape)
+        assert self.mesh is not None
+        shape = (part.shape[0] * self.mesh.size(), *self.shape[1:]) if self.is_part else self.shape
+        shape, stride = torch.Size(shape), row_major(shape)
         return DTensor.from_local(part, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 

@@ -62,17 +62,18 @@ class FoundParameter:
         """
         param = self.param
         made_in = getattr(param, "_zero_made_in", param.dtype)
+        computed = Computed.by(self.locations, param, world)
         return ZeroParameter(
             name=self.names[0],
             param=param,
             holders=[(weakref.ref(module), name) for module, name in self.locations],
             layout=world.layout_of(param),
             rank=world.shard_rank,
-            computed=Computed.by(self.locations, param, world),
+            computed=computed,
             compute_dtype=param.dtype if is_quantised(param) else world.precision.compute_for(made_in, keeps_float32),
             averages=world.config.gradient_reduction == "mean",
             aliases=self.names[1:],
-            seen=Seen.by(self.locations, param, world),
+            seen=Seen.by(self.locations, param, computed.is_part, world),
         )
 
 
