@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import struct
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,19 @@ from torch import Tensor
 from hf_zero.comm import torch_groups
 from hf_zero.comm.beside.progress import counts_of
 from hf_zero.comm.beside.roll_call import ended, missing
+from hf_zero.comm.beside.waits import ORDERED_KINDS, Description
 from hf_zero.comm.beside.watch import Watch
 from hf_zero.comm.exchange import Exchange, InFlight, Work, is_late, named
 from hf_zero.comm.groups import Axis
 from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
 
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 _LABEL_BYTES = 96
 _WITH_LABEL = 30  # values that an agreement sends along with its label
 # Up to so many ranks send an agreement to each other: it takes the time of one message, and each one sees who is missing.
 FEW_RANKS = 8
 _TAG_KINDS = ("gather", "reduce_scatter", "agreement", "all_to_all", "mail")
-_ORDERED_KINDS = ("gather", "reduce_scatter", "all_reduce", "reduce")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Agreements:
         self.sequence_hash = 0  # a checksum of all gathers and reductions so far, in order within each kind
         self._tags_used = dict.fromkeys(_TAG_KINDS, 0)
         self._steps: dict[str, int] = {}
-        self.in_flight = InFlight()
+        self.in_flight = InFlight(axis.ranks, weakref.WeakMethod(self.break_off_all))
 
     def agree(self, values: Sequence[int], label: str, timeout_s: float | None = None) -> list[list[int]]:
         """Show every rank's `values` to every rank; all ranks must call this with the same `label`.
@@ -226,13 +228,23 @@ class Agreements:
 
     def break_off(self) -> None:
         """Let what the ranks are waiting for fail now: gloo closes a group's connections when a wait in it takes too long."""
+        self._break_off(self.axis.control_group)
+
+    def _break_off(self, group: dist.ProcessGroup) -> None:
         for peer in self._peers():
             try:
                 never_sent = torch.empty(1, dtype=torch.int64, device="cpu")
-                self.axis.control_group.recv([never_sent], peer, 2**31 - 1).wait(datetime.timedelta(milliseconds=1))
+                group.recv([never_sent], peer, 2**31 - 1).wait(_AT_ONCE)
             except RuntimeError as error:
                 if is_late(error):
                     return  # not so where the peer was gone before
+
+    def break_off_all(self) -> None:
+        """Let all waits of these ranks fail now, on whichever thread they are."""
+        self.break_off()
+        for group in (self.group, self.gather_group) if self.backend == "gloo" else ():
+            if group is not self.axis.control_group:
+                self._break_off(group)
 
     def _peers(self) -> list[int]:
         """The other ranks, starting at the right neighbour, so that the ranks do not all talk to the same one at once."""
@@ -240,12 +252,16 @@ class Agreements:
 
     def _describe(self, kind: str, unit: str) -> str:
         self._sequence += 1
-        self.counts.by_kind[kind] += 1
-        if kind in _ORDERED_KINDS:
+        counts = self.counts
+        counts.by_kind[kind] += 1
+        counts.units[kind].append(unit)
+        if kind in ORDERED_KINDS:
             # Per kind: each rank may interleave gathers and reductions differently.
             self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
             self.sequence_hash = sum(self._steps.values())
-        return f"{kind} of {unit!r} (exchange {self._sequence})"
+        description = Description(f"{kind} of {unit!r} (exchange {self._sequence})")
+        description.parts = (counts.group, kind, counts.by_kind[kind], unit)
+        return description
 
     def _tags(self, kind: str, unit: str, count: int) -> list[int]:
         """Tags of one exchange, made from its kind, its number within that kind, and its unit.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from hf_zero.comm import torch_groups
+from hf_zero.comm.beside import waits
 from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
 
@@ -54,10 +56,14 @@ class InFlight:
     """Exchanges of some ranks that were dropped in flight, see [Note: left in flight].
 
     Attributes:
+        ranks: of the program.
+        break_off: gives what lets their waits fail; weak.
         dropped: those, until they are waited for.
         is_broken: a wait of these ranks has failed.
     """
 
+    ranks: tuple[int, ...] = ()
+    break_off: Callable[[], Callable[[], None] | None] = lambda: None
     dropped: list[Exchange] = field(default_factory=list)
     is_broken: bool = False
 
@@ -115,17 +121,39 @@ class Exchange:
         self._is_done = True
         self._keep, self._finish = None, None
 
+    @property
+    def place(self) -> waits.Place | None:
+        """Which of the exchanges of its ranks this is; None of one that tells no other."""
+        return waits.Place(*self._description.parts) if isinstance(self._description, waits.Description) else None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its ranks, by their numbers in the program."""
+        return () if self._in_flight is None else self._in_flight.ranks
+
+    @property
+    def break_off(self) -> Callable[[], None] | None:
+        """Lets waits of its ranks fail; None if nothing can."""
+        return None if self._in_flight is None else self._in_flight.break_off()
+
     def _wait_for_parts(self) -> None:
-        while self._parts:  # what is complete is not waited for again, should `finish` be interrupted
-            part = self._parts[-1]
-            try:
-                part.wait(self._description, self._timeout_s)
-            except RuntimeError as error:
-                if self._in_flight is not None:
-                    self._in_flight.is_broken = True
-                    self._in_flight = None  # its peer is gone
-                raise named(error, self._description, part.peer, self._timeout_s) from error
-            self._parts.pop()
+        if not self._parts:
+            return
+        thread = threading.get_ident()
+        waits.by_thread[thread] = self
+        try:
+            while self._parts:  # what is complete is not waited for again, should `finish` be interrupted
+                self._parts[-1].wait(self._description, self._timeout_s)
+                self._parts.pop()
+        except RuntimeError as error:
+            if self._in_flight is not None:
+                self._in_flight.is_broken = True
+                self._in_flight = None  # its peer is gone
+            if (verdict := waits.verdict_on(self.place)) is not None:
+                raise CollectiveError(verdict) from error
+            raise named(error, self._description, self._parts[-1].peer, self._timeout_s) from error
+        finally:
+            waits.by_thread.pop(thread, None)
 
     def __del__(self) -> None:
         if self._in_flight is not None and self._parts:

@@ -97,7 +97,7 @@ class ModelShape:
 def shapes_of(model: nn.Module, grouping: UnitGrouping | None = None, in_4bit: bool = False) -> ModelShape:
     """The shapes of a model, which may be on the meta device.
 
-    Of experts, those that have been marked (`mark_experts`); of layers that ranks share, this rank's part (`shared_among`).
+    Of experts, those that have been marked (`mark_experts`); of layers that ranks share, this rank's part.
 
     Args:
         model: any module.

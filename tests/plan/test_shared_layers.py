@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import hf_zero as zero
 from hf_zero.cli.main import main
 from hf_zero.cli.sequences import activations_of
+from hf_zero.cli.tensor_axis import shared_among
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of
 from hf_zero.plan.summary import model_states
-from hf_zero.plan.tensor_axis import Receiving, shared_among
+from hf_zero.plan.tensor_axis import Receiving
 from tests.ranks import run_ranks
 from tests.tensor_axis import CONFIGS, NEEDS_TENSOR_PARALLELISM, saved
 

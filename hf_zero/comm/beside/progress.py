@@ -9,22 +9,32 @@ that it makes, in which ranks wait for each other.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from functools import partial
 
 from hf_zero.comm import torch_groups
+from hf_zero.comm.beside import waits
+from hf_zero.comm.beside.waits import Place
 from hf_zero.comm.groups import default_group
 
 Progress = dict[str, dict[str, int]]
 
+_REMEMBERED = 256  # exchanges of a kind
 _PROGRAM, _BEGUN, _GROUPS, _ENDED = "the program", "begun", "groups", "ended"
 
 
 class Counts:
-    """The exchanges that this process has begun in one group, by kind."""
+    """The exchanges that this process has begun in one group, by kind: how many, and what travels in the last few."""
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.by_kind: Counter[str] = Counter()
+        self.units: defaultdict[str, deque[str]] = defaultdict(partial(deque, maxlen=_REMEMBERED))
+
+    def unit_of(self, kind: str, number: int) -> str | None:
+        """What travels in an exchange; None: it has not begun, or is long past."""
+        units, back = list(self.units.get(kind, ())), self.by_kind[kind] - number
+        return units[-1 - back] if 0 <= back < len(units) else None
 
 
 class _Program:
@@ -44,6 +54,7 @@ def counts_of(group: str) -> Counts:
     default = default_group()
     if default is not None and _program.group() is not default:
         _program = _Program(default)
+    waits.forget(group)
     counts = Counts(group)
     _program.counted.append(weakref.ref(counts))
     return counts
@@ -66,6 +77,14 @@ def progress() -> Progress:
         if counts is not None:
             found[counts.group] = dict(counts.by_kind.copy())
     return found
+
+
+def unit_begun(place: Place) -> str | None:
+    """What travels in the exchange that this process has begun at a place; None: it has begun none there."""
+    for counts in [each() for each in _program.counted]:
+        if counts is not None and counts.group == place.group:
+            return counts.unit_of(place.kind, place.number)
+    return None
 
 
 def is_ahead(one: Progress, other: Progress) -> bool:

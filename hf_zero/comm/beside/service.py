@@ -149,6 +149,10 @@ class Peers:
         able = all(each.port for each in found.values())
         return Peers(found, among.ranks[among.rank]) if able else None
 
+    def with_sockets_of_its_own(self, known: Peers | None) -> Peers:
+        """The same, and those that were known before, for another thread."""
+        return Peers({**(known._addresses if known else {}), **self._addresses}, self.own)
+
     def ask(self, rank: int, subject: str, question: Any) -> tuple[Any, Tensor]:
         """What a rank answers: a value, and bytes.
 

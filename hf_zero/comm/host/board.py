@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hf_zero.comm.beside.waits import ADVICE
 from hf_zero.comm.exchange import named
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.errors import CollectiveError
@@ -168,8 +169,7 @@ class Lane:
         if theirs != ours or len(message) != len(posted.message):
             raise CollectiveError(
                 f"rank {self._rank} is at {ours} ({len(posted.message) - _LABEL_WORDS} numbers), but rank {peer.number} is at "
-                f"{theirs} ({len(message) - _LABEL_WORDS} numbers): all ranks must run the same units in the same order, "
-                "with the same parameters trainable (requires_grad)"
+                f"{theirs} ({len(message) - _LABEL_WORDS} numbers): {ADVICE}"
             )
 
     def _lost(self) -> int | None:

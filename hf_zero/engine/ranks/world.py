@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.comm import together, torch_groups
 from hf_zero.comm.axes import Axes
+from hf_zero.comm.beside import crossed
 from hf_zero.comm.beside.progress import leave_out
 from hf_zero.comm.beside.service import Peers
 from hf_zero.comm.collectives import Collectives, RowCollectives, Rows
@@ -362,6 +363,8 @@ def _serving(axes: Axes, config: ZeroConfig, device: torch.device) -> Serving:
     everyone = axes.everyone
     serves = everyone.num_ranks > 1 and axes.tensor.num_ranks == 1 and config.policy.shards_optimizer
     peers = Peers.connect(everyone, axes.num_hosts == 1) if serves else None
+    if peers is not None and device.type == "cpu":
+        crossed.watch(peers)
     name = "" if peers is None else everyone.counts.group
     return Serving(name, peers, axes.shards.ranks, config.limit_s, device)
 

@@ -1,0 +1,106 @@
+"""Ranks that wait for each other for good are told so in seconds, and ranks that merely take long are not."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero as zero
+from hf_zero.comm.beside import crossed
+from hf_zero.errors import CollectiveError
+from tests.engine.twins import SHARDED
+from tests.ranks import on_ranks
+
+_OFTEN_S = 0.1
+
+
+class _Seeing(nn.Module):
+    """A model that leaves a part out where there is no image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.text = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, text: Tensor, image: Tensor | None = None) -> Tensor:
+        return self.text(text if image is None else text + self.tower(image))
+
+
+@contextlib.contextmanager
+def _looking_often() -> Iterator[None]:
+    with mock.patch.multiple(crossed, LOOKS_EVERY_S=_OFTEN_S, PATIENCE=1):
+        yield
+
+
+def _sharded(stage: int, collectives: str) -> Any:
+    torch.manual_seed(0)
+    model = _Seeing()
+    zero.shard_model(model, {"stage": stage, "collectives": collectives})
+    return model
+
+
+@on_ranks(3, collectives=["pairwise", "native"])
+def test_ranks_that_run_other_units_are_told_on_all_of_them(collectives: str) -> None:
+    model, rank = _sharded(3, collectives), dist.get_rank()
+    with _looking_often(), pytest.raises(CollectiveError) as caught:
+        model(torch.randn(2, 6), torch.randn(2, 6) if rank != 1 else None).sum().backward()
+    said = str(caught.value)
+    assert "is at gather of" in said, said
+    if (
+        collectives == "pairwise"
+    ):  # gloo's own gathers of equal sizes meet, and one rank comes to the end of its backward
+        assert "'tower'" in said and "'text'" in said, said
+        assert "use stage 2; or leave that part whole, if it is frozen (ignored_params)" in said
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_rank_with_a_batch_less_that_waits_in_a_barrier_ends_the_wait(stage: int) -> None:
+    model, rank = _sharded(stage, "pairwise"), dist.get_rank()
+    caught = None
+    with _looking_often():
+        for _ in range(2 - rank):
+            try:
+                model(torch.randn(2, 6), torch.randn(2, 6)).sum().backward()
+            except CollectiveError as error:
+                caught = error
+        dist.barrier()
+    if rank == 0:
+        assert "but rank 1 is at torch.distributed.barrier, and each waits for the other" in str(caught)
+    else:
+        assert caught is None
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_rank_that_takes_long_is_waited_for(stage: int) -> None:
+    model, rank = _sharded(stage, "pairwise"), dist.get_rank()
+    with _looking_often():
+        for turn in range(2):
+            if rank == turn:
+                time.sleep(1 + 3 * _OFTEN_S)  # the thread may be in a longer sleep before
+            loss = model(torch.randn(2, 6), torch.randn(2, 6)).sum()
+            if rank == turn:
+                time.sleep(5 * _OFTEN_S)
+            loss.backward()
+
+
+@on_ranks(2)
+def test_frozen_parts_that_are_ignored_may_be_left_out_by_some_ranks() -> None:
+    torch.manual_seed(0)
+    model, plain = _Seeing(), _Seeing()
+    model.tower.requires_grad_(False)
+    plain.load_state_dict(model.state_dict())
+    zero.shard_model(model, {"stage": 3, "collectives": "pairwise"}, ignored_params=model.tower.parameters())
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        text, image = (torch.randn(2, 6, generator=generator) for _ in range(2))
+        given = (text, image) if dist.get_rank() == step else (text,)
+        out = model(*given)
+        torch.testing.assert_close(out, plain(*given))
+        out.sum().backward()
