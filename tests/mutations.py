@@ -298,6 +298,31 @@ MUTATIONS = {
         "",
         "tests/sharding/test_loading.py",
     ),
+    # ranks
+    "crossed waits are not seen": Mutation(
+        "comm/beside/crossed.py",
+        "if place.kind in waits.ORDERED_KINDS and unit not in (None, place.unit):",
+        "if False:",
+        "tests/comm/beside/test_crossed.py",
+    ),
+    "barriers of torch are not seen": Mutation(
+        "comm/beside/crossed.py",
+        "_in_torch() if waiting is None else waiting.place",
+        "None if waiting is None else waiting.place",
+        "tests/comm/beside/test_crossed.py",
+    ),
+    "experts stay within the tensor axis": Mutation(
+        "comm/axes.py",
+        "return max(ep_size // tensor_size, 1)",
+        "return ep_size if tensor_size == 1 else 1",
+        "tests/sharding/test_shared_experts.py",
+    ),
+    "gradients of shared layers are not planned": Mutation(
+        "plan/activations.py",
+        "torch.autograd.backward(_number_of(outputs))",
+        "pass",
+        "tests/plan/test_shared_layers.py",
+    ),
 }
 
 
