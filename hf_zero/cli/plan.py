@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.cli import sequences, timing
-from hf_zero.cli.fitting import MARGIN, USUAL_RANKS_A_HOST, chosen_of, fits, fits_device, on_a_host, verdict
-from hf_zero.cli.tuning import keys_of, tuned
+from hf_zero.cli.planning import sequences, timing
+from hf_zero.cli.planning.fitting import MARGIN, USUAL_RANKS_A_HOST, chosen_of, fits, fits_device, on_a_host, verdict
+from hf_zero.cli.planning.tuning import keys_of, tuned
 from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(model: nn.Module, args: argparse.Namespace) -> int:
     import torch
 
-    from hf_zero.cli.drawing import draw, draw_scale
+    from hf_zero.cli.planning.drawing import draw, draw_scale
     from hf_zero.plan.scale import told
     from hf_zero.plan.shapes import shapes_of, with_adapters
 

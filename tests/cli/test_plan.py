@@ -324,7 +324,9 @@ def _predicted(text: str) -> dict[str, float]:
 def test_steps_on_a_gpu_are_predicted_and_the_fastest_that_fits_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hf_zero.cli.sequences.told", lambda *_: [])  # the longest sequences on a card take many counts
+    monkeypatch.setattr(
+        "hf_zero.cli.planning.sequences.told", lambda *_: []
+    )  # the longest sequences on a card take many counts
     LlamaConfig(**SIZES["llama-125m"] | {"num_hidden_layers": 4}, architectures=["LlamaForCausalLM"]).save_pretrained(
         tmp_path
     )

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_zero as zero
-from hf_zero.cli.sequences import activations_of
+from hf_zero.cli.planning.sequences import activations_of
 from tests.ranks import run_ranks
 
 _AXES = {"sp2": (2, {"sp_size": 2}), "cp2": (2, {"cp_size": 2}), "sp2 x cp2": (4, {"sp_size": 2, "cp_size": 2})}

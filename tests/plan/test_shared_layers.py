@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_zero as zero
 from hf_zero.cli.main import main
-from hf_zero.cli.sequences import activations_of
-from hf_zero.cli.tensor_axis import shared_among
+from hf_zero.cli.planning.sequences import activations_of
+from hf_zero.cli.planning.tensor_axis import shared_among
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_zero.cli import sequences
+from hf_zero.cli.planning import sequences
 from hf_zero.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:

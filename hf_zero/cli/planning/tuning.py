@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.cli.fitting import fits
+from hf_zero.cli.planning.fitting import fits
 from hf_zero.config.wire import Wire
 
 if TYPE_CHECKING:
     from hf_zero.cli.plan import Row
-    from hf_zero.cli.timing import Clock
+    from hf_zero.cli.planning.timing import Clock
     from hf_zero.plan.shapes import ModelShape
 
 # Of stage 3: how much is gathered ahead, and whether units stay whole from the forward to the backward.

@@ -81,7 +81,7 @@ def shared(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
         PartitionError: there are no experts, or no plan for layers.
         UsageError: it is no model of transformers.
     """
-    from hf_zero.cli.tensor_axis import shared_among
+    from hf_zero.cli.planning.tensor_axis import shared_among
     from hf_zero.engine.parameters.experts import mark_experts
     from hf_zero.sharding.experts import find_experts
     from hf_zero.sharding.sequence.checks import refuse_heads
