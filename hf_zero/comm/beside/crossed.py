@@ -8,9 +8,9 @@ every second whether the program is still in the same wait. After a few, it asks
 - and what they wait for themselves, here or in a call of torch's own (a barrier): if neither has begun what the other waits
   for, and that is so at two looks, nobody goes on.
 
-Then all of these ranks are told, and their group is broken off, so that each raises the same error. A rank that merely computes
-for long looks like neither. Nothing is asked as long as no wait takes seconds. On a device, nobody waits in an exchange: see
-[Note: stuck on a device].
+Then all of these ranks are told, and each breaks its group off where it waits in it, and raises the same error. A rank that
+merely computes for long looks like neither. Nothing is asked as long as no wait takes seconds. On a device, nobody waits in an
+exchange: see [Note: stuck on a device].
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class _Looking:
     def look(self) -> None:
         """Ask the others, if it has waited for long."""
         waiting = waits.of_program()
-        if waiting is None or self._last is None or waiting is not self._last():
+        if waiting is not None and waits.verdict_on(waiting.place) is not None:
+            _break_off(waiting)  # a peer's broken connections may be none that this wait depends on
+        elif waiting is None or self._last is None or waiting is not self._last():
             self._last, self._looks, self._seen = None if waiting is None else weakref.ref(waiting), 0, {}
         elif self._looks < PATIENCE:
             self._looks += 1
@@ -107,8 +109,13 @@ def _end(waiting: waits.Waiting, peers: Peers, verdict: str) -> None:
         with contextlib.suppress(CollectiveError):
             peers.ask(rank, _VERDICT, (group, verdict))
     waits.tell(group, verdict)
-    if waits.of_program() is waiting and waiting.break_off is not None:
-        waiting.break_off()
+    _break_off(waiting)
+
+
+def _break_off(waiting: waits.Waiting) -> None:
+    break_off = waiting.break_off
+    if break_off is not None and waits.of_program() is waiting:
+        break_off()
 
 
 def _has_begun(place: Place) -> bool:
