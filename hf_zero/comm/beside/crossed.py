@@ -36,6 +36,7 @@ from hf_zero.host import beside
 
 _PLACE, _VERDICT = "what it waits for", "who waits for whom"
 _OF_TORCH, _TORCH = "torch's default group", Path(inspect.unwrap(dist.barrier).__code__.co_filename)
+_OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single")
 LOOKS_EVERY_S = 1.0
 PATIENCE = 5  # looks that find the same wait, before anybody is asked
 
@@ -132,9 +133,14 @@ def _answer_place(place: Any) -> Answer:
 
 
 def _in_torch() -> Place | None:
-    """The call in which the program waits, if that is one of torch.distributed, such as a barrier of the default group."""
+    """The call in which the program waits, if that is one of torch's that ends when all ranks of the default group have come.
+
+    A message of one rank to another does not: it may come late, while the others go on.
+    """
     frame, group = sys._current_frames().get(threading.main_thread().ident or 0), default_group()
     if frame is None or group is None or Path(frame.f_code.co_filename) != _TORCH:
+        return None
+    if frame.f_code.co_name not in _OF_ALL or frame.f_locals.get("group") not in (None, group):
         return None
     return Place(_OF_TORCH, f"torch.distributed.{frame.f_code.co_name}", torch_groups.sequence_number(group), "")
 

@@ -90,6 +90,18 @@ def test_a_rank_that_takes_long_is_waited_for(stage: int) -> None:
             loss.backward()
 
 
+@on_ranks(3)
+def test_a_rank_that_waits_for_a_message_of_a_third_is_waited_for() -> None:
+    model, rank, box = _sharded(3, "pairwise"), dist.get_rank(), torch.zeros(1)
+    with _looking_often():
+        if rank == 1:
+            dist.recv(box, 2)
+        elif rank == 2:
+            time.sleep(1 + 10 * _OFTEN_S)
+            dist.send(box, 1)
+        model(torch.randn(2, 6), torch.randn(2, 6)).sum().backward()
+
+
 @on_ranks(2)
 def test_frozen_parts_that_are_ignored_may_be_left_out_by_some_ranks() -> None:
     torch.manual_seed(0)
