@@ -118,7 +118,7 @@ MUTATIONS = {
         "engine/units/gathering.py",
         "            self._edited.update(dict.fromkeys(self._parameters))\n            self._stepping = None",
         "            self._stepping = None",
-        "tests/engine/units/test_under_way.py",
+        "tests/engine/parameters/test_under_way.py",
     ),
     "nothing is gathered ahead": Mutation(
         "engine/units/gathering.py",
@@ -177,8 +177,8 @@ MUTATIONS = {
     ),
     "terms are added in the order of ranks": Mutation(
         "comm/host/one_host.py",
-        "terms = [add(left, right, output)]",
-        "terms = [add(right, left, output)]",
+        "add(sums, terms, totals)",
+        "add(terms, sums, totals)",
         "tests/comm/test_collectives.py tests/test_parity.py",
     ),
     "peers' labels are not compared": Mutation(

@@ -41,9 +41,6 @@ class Rows:
     layout: RowLayout
     is_numbers: bool = True
 
-    def __post_init__(self) -> None:
-        assert self.flat.is_contiguous(), "peers would read past it"
-
 
 class RowCollectives(ABC):
     """The two exchanges that partitioning is made of."""
@@ -327,12 +324,14 @@ def in_messages(
     return alone + packed
 
 
-def add(left: Tensor, right: Tensor, output: Tensor) -> Tensor:
-    """output = left + right, in the dtype of `output`, which may be `left`, or `right` if the two have the same dtype."""
-    if output.dtype == left.dtype:
-        return torch.add(left, right, out=output)
-    output.copy_(left)
-    return output.add_(right)
+def add(lefts: Sequence[Tensor], rights: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """output = left + right, of each, in the dtype of `output`: which may be `left`, or `right` if both have one dtype."""
+    for left, right, output in zip(lefts, rights, outputs, strict=True):
+        if output.dtype == left.dtype:
+            torch.add(left, right, out=output)
+        else:
+            output.copy_(left)
+            output.add_(right)
 
 
 def divide(sums: Sequence[Tensor], divisor: int) -> None:

@@ -181,5 +181,6 @@ def sum_in_order(output: Tensor, terms: Sequence[Tensor], divisor: int) -> None:
     for part, first, *others in zip(*(torch.split(each, _PART_NUMEL) for each in (output, *terms)), strict=True):
         total = first
         for other in others:
-            total = add(total, other, part)
+            add([total], [other], [part])
+            total = part
         divide([part], divisor)

@@ -20,7 +20,7 @@ from hf_zero.comm import axes, select, torch_groups
 from hf_zero.comm.collectives import Collectives, Rows, in_messages
 from hf_zero.comm.exchange import Exchange, Work
 from hf_zero.comm.groups import cells_of
-from hf_zero.comm.host import board
+from hf_zero.comm.host import board, one_host
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.native import NativeCollectives
@@ -163,6 +163,12 @@ def test_peers_get_the_rows_of_a_rank_that_has_dropped_them_in_flight(choice: st
 @on_ranks(2, 3, choice=_CHOICES, dtype=_DTYPES)
 def test_reduce_scatter_sums_own_rows_in_rank_order(choice: str, dtype: torch.dtype) -> None:
     _reduce_rows(choice, dtype, "reduce_scatter", "reduce_scatter")
+
+
+@on_ranks(2, 3, dtype=_DTYPES)
+def test_rows_of_a_hosts_ranks_are_summed_in_pieces_of_one_item_or_several(dtype: torch.dtype) -> None:
+    with mock.patch.object(one_host, "_PIECE_BYTES", 192):  # two small items fit, the large one takes many
+        _reduce_rows("host", dtype, "reduce_scatter", "reduce_scatter")
 
 
 _KINDS = {"reduce_scatter": "reduce_scatter", "reduce_whole": "all_reduce", "reduce_to_owners": "reduce"}

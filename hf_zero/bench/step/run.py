@@ -40,7 +40,7 @@ class StepBenchmark:
         dtype: to compute in, "float32" or "bfloat16".
         checkpointing: recompute activations in backward.
         engines: names of `hf_zero.bench.step.engines`.
-        limit_s: that one run may take.
+        limit_s: that one engine may take in one round.
     """
 
     model: str
@@ -114,8 +114,9 @@ def measure(plan: StepBenchmark, progress: Callable[[str], None] = lambda line: 
 def _run(plan: StepBenchmark, engines: list[str], rounds: int) -> dict[str, list[Run]]:
     """The rounds of engines that live in the same processes."""
     options = asdict(plan) | {"together": engines, "rounds_in_turn": rounds}
+    limit_s = plan.limit_s * len(engines) * rounds
     with tempfile.TemporaryDirectory(prefix="hf_zero_bench_") as folder:
-        ranks = run_ranks("hf_zero.bench.step.worker", plan.num_ranks, options, Path(folder), plan.limit_s)
+        ranks = run_ranks("hf_zero.bench.step.worker", plan.num_ranks, options, Path(folder), limit_s)
     runs = {}
     for engine in engines:
         found = [rank[engine] for rank in ranks]

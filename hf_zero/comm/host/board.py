@@ -230,7 +230,7 @@ def _message(peer: Peer, words: memoryview, slot: int) -> array[int]:
     if length < _SLOT_WORDS:
         return array("q", words[slot + 1 : slot + 1 + length])
     message = array("q", bytes(8 * length))
-    host_memory.read(peer.pid, words[slot + 1], message.buffer_info()[0], 8 * length)
+    host_memory.read(peer.pid, [(words[slot + 1], message.buffer_info()[0], 8 * length)])
     return message
 
 

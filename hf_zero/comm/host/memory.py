@@ -15,12 +15,14 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 
+_MOST_SPANS = 1024  # a call takes, see IOV_MAX of readv(2)
 _PR_SET_PTRACER = 0x59616D61  # of the Yama security module; see prctl(2)
 
 
@@ -86,24 +88,36 @@ def reader_of(own: int, parents: dict[int, int]) -> int | None:
     return peers[0] if len(peers) == 1 else None
 
 
-def read(pid: int, source: int, target: int, num_bytes: int) -> None:
-    """Copy `num_bytes` from address `source` of process `pid` to address `target` of this one.
+def read(pid: int, moves: Sequence[tuple[int, int, int]]) -> None:
+    """Copy memory of process `pid`, all by one call of the system.
+
+    Args:
+        pid: the process.
+        moves: of each piece the address there, the address here and the number of bytes.
 
     Raises:
         PeerMemoryError: the process is gone, or may not be read.
 
     Source: process_vm_readv(2).
     """
-    while num_bytes:
-        here, there = _Span(target, num_bytes), _Span(source, num_bytes)
-        count = _libc().process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    left = [move for move in moves if move[2]]
+    while left:
+        now = left[:_MOST_SPANS]
+        spans = _Span * len(now)
+        here = spans(*[(target, num_bytes) for _, target, num_bytes in now])  # type: ignore[misc]
+        there = spans(*[(source, num_bytes) for source, _, num_bytes in now])  # type: ignore[misc]
+        count = _libc().process_vm_readv(pid, here, len(now), there, len(now), 0)
         if count <= 0:
             code = ctypes.get_errno()
             if code == errno.EINTR:
                 continue
             gone = "its process has ended" if code == errno.ESRCH else os.strerror(code)
             raise PeerMemoryError(f"the memory of process {pid} cannot be read: {gone}")
-        source, target, num_bytes = source + count, target + count, num_bytes - count
+        while left and count >= left[0][2]:
+            count -= left.pop(0)[2]
+        if count:
+            source, target, num_bytes = left[0]
+            left[0] = source + count, target + count, num_bytes - count
 
 
 def create(num_bytes: int) -> tuple[int, mmap.mmap]:

@@ -24,6 +24,10 @@ from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
 
 _PIECE_BYTES = 512 * 2**10  # summed at a time: small enough to be still in the cache when it is added
+_ALIGNMENT = 64
+_Piece = tuple[
+    int, int, int, Tensor, Tensor
+]  # item, bytes from its start, bytes from the scratch's, own rows, their total
 _REASONS = (
     "",
     "it needs Linux on x86-64",
@@ -108,33 +112,49 @@ class HostCollectives(Collectives):
         self, items: Sequence[Rows], owner: int, outputs: Sequence[Tensor], divisor: int, numbers: dict[int, array[int]]
     ) -> None:
         """Add up the rows of rank `owner` over all ranks; `numbers` has the addresses of the peers' items."""
+        pieces: list[_Piece] = []
+        num_bytes = 0
         for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
-            addresses = {peer: values[index] for peer, values in numbers.items()}
             start, stop = item.layout.span(owner)
-            step = _PIECE_BYTES // item.flat.itemsize
+            size = item.flat.itemsize
+            step = _PIECE_BYTES // size
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                piece = output[first - start : last - start]
-                self._sum_piece(item.flat, addresses, first, last, piece)
-                divide([piece], divisor)
+                if num_bytes + (last - first) * size > _PIECE_BYTES:
+                    self._sum_pieces(pieces, divisor, numbers)
+                    pieces, num_bytes = [], 0
+                own, total = item.flat[first:last], output[first - start : last - start]
+                pieces.append((index, first * size, num_bytes, own, total))
+                num_bytes += -(-(last - first) * size // _ALIGNMENT) * _ALIGNMENT
+        self._sum_pieces(pieces, divisor, numbers)
 
-    def _sum_piece(self, flat: Tensor, addresses: dict[int, int], first: int, last: int, output: Tensor) -> None:
-        """output = ((t0 + t1) + t2) + ..., over elements `first` to `last` of every rank's tensor."""
+    def _sum_pieces(self, pieces: Sequence[_Piece], divisor: int, numbers: dict[int, array[int]]) -> None:
+        """total = (((t0 + t1) + t2) + ...) / divisor, over the ranks, of each piece."""
         if not self._scratch:  # two buffers, because the first two terms may both be peers'
             self._scratch = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        terms = []
+        totals = [piece[4] for piece in pieces]
+        sums: Sequence[Tensor] = ()
         for rank in range(self.num_ranks):
             if rank == self.rank:
-                terms.append(flat[first:last])
+                terms = [piece[3] for piece in pieces]
             else:
-                memory = self._scratch[rank % 2]
-                term = memory[: (last - first) * flat.itemsize].view(flat.dtype)
-                source = addresses[rank] + first * flat.itemsize
-                host_memory.read(self._board.pid_of[rank], source, term.data_ptr(), term.nbytes)
-                terms.append(term)
-            if len(terms) == 2:
-                left, right = terms
-                terms = [add(left, right, output)]
+                terms = self._read_pieces(rank, pieces, numbers[rank])
+            if sums:
+                add(sums, terms, totals)
+            sums = totals if sums else terms
+        divide(totals, divisor)
+
+    def _read_pieces(self, peer: int, pieces: Sequence[_Piece], addresses: array[int]) -> list[Tensor]:
+        """The pieces of a peer."""
+        memory = self._scratch[peer % 2]
+        address = memory.data_ptr()
+        terms, moves = [], []
+        for index, offset, place, own, _ in pieces:
+            num_bytes = own.nbytes
+            terms.append(memory[place : place + num_bytes].view(own.dtype))
+            moves.append((addresses[index] + offset, address + place, num_bytes))
+        host_memory.read(self._board.pid_of[peer], moves)
+        return terms
 
     def gather(self, items: Sequence[Rows], unit: str) -> Exchange:
         """See `Collectives.gather`."""
@@ -147,19 +167,18 @@ class HostCollectives(Collectives):
 
     def _read_rows(self, items: Sequence[Rows], numbers: dict[int, array[int]]) -> None:
         for peer, addresses in numbers.items():
+            moves = []
             for item, address in zip(items, addresses, strict=True):
                 start, stop = item.layout.span(peer)
                 size = item.flat.itemsize
-                target = item.flat.data_ptr() + start * size
-                host_memory.read(self._board.pid_of[peer], address, target, (stop - start) * size)
+                moves.append((address, item.flat.data_ptr() + start * size, (stop - start) * size))
+            host_memory.read(self._board.pid_of[peer], moves)
 
     def reduce_scatter(self, items: Sequence[Rows], outputs: Sequence[Tensor], unit: str, divisor: int = 1) -> Exchange:
         """See `Collectives.reduce_scatter`."""
         numbers = [item.flat.data_ptr() for item in items]
-        received = sum(
-            output.numel() * item.flat.itemsize * (self.num_ranks - 1)
-            for item, output in zip(items, outputs, strict=True)
-        )
+        sizes = [output.numel() * item.flat.itemsize for item, output in zip(items, outputs, strict=True)]
+        received = sum(sizes) * (self.num_ranks - 1)
         finish = partial(self._sum_rows, items, self.rank, outputs, divisor)
         return self._post("reduce_scatter", unit, numbers, received, finish, items, False)
 
@@ -185,9 +204,10 @@ class HostCollectives(Collectives):
         numbers: list[int],
         received: int,
         finish: Any,
-        keep: object,
+        keep: Sequence[Rows],
         waits_for_readers: bool,
     ) -> Exchange:
+        assert all(map(Tensor.is_contiguous, [item.flat for item in keep])), "peers would read past it"
         lane, description = self._board.lanes[kind], self._describe(kind, unit)
         posted = lane.post(f"{kind} of {unit!r}", numbers, description, self.timeout_s, finish, keep)
         entry = self.ledger.add(kind, unit, received)
@@ -307,7 +327,7 @@ def _probe(pid: int, address: int, expected: int) -> int:
     """0 if a number at `address` of process `pid` can be read; otherwise why not, as an index into `_REASONS`."""
     seen = array("q", [0])
     try:
-        host_memory.read(pid, address, seen.buffer_info()[0], 8)
+        host_memory.read(pid, [(address, seen.buffer_info()[0], 8)])
     except host_memory.PeerMemoryError:
         return 4
     return 0 if seen[0] == expected else 3

@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.host_rows import wait_for_computation
 from hf_zero.engine.parameters.partitioned_tensor import set_grads
-from hf_zero.engine.parameters.records import ZeroParameter, rows_at_rest
+from hf_zero.engine.parameters.records import ZeroParameter, gradient_rows, rows_at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.host.cores import on_all_cores
 from hf_zero.host.memory import rooms
@@ -112,7 +112,7 @@ class Landing:
             results: flat, on the device; kept until they are down.
         """
         compute, down = torch.accelerator.current_stream(self._world.device), _stream(self._world.device)
-        parts = [(p, p.gradient_rows(flat)) for p, flat in results]
+        parts = gradient_rows(results)
         found = [(p, rows) for (p, _), rows in zip(parts, rows_at_rest(parts), strict=True)]
         wait_for_computation(down, self._world.device)
         with down, torch.no_grad():

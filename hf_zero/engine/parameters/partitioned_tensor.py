@@ -130,11 +130,20 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
 
     def like(self, rows: Tensor) -> PartitionedTensor:
         """A value over this rank's elements `rows`, cut as this one is."""
-        spec = self._spec
-        if rows.dtype != self.dtype and spec.tensor_meta is not None:
-            meta = spec.tensor_meta._replace(dtype=rows.dtype)
-            spec = dataclasses.replace(spec, tensor_meta=meta)
-        return PartitionedTensor._made(rows, spec, *self.held)
+        return self.values_like([self], [rows])[0]
+
+    @classmethod
+    def values_like(cls, params: Sequence[PartitionedTensor], rows: Sequence[Tensor]) -> list[PartitionedTensor]:
+        """Values over this rank's elements of several parameters, cut as those are."""
+        values = []
+        for param, local in zip(params, rows, strict=True):
+            spec, known = param._spec, vars(param)
+            if local.dtype != param.dtype and spec.tensor_meta is not None:
+                meta = spec.tensor_meta._replace(dtype=local.dtype)
+                spec = dataclasses.replace(spec, tensor_meta=meta)
+            world, cut = (known["_zero_world"], known["_zero_cut"]) if "_zero_cut" in known else param.held
+            values.append(cls._made(local, spec, world, cut))
+        return values
 
     def as_parameter(self, requires_grad: bool) -> nn.Parameter:
         """A parameter over the same rows."""
@@ -344,10 +353,12 @@ def shown_by_gatherer(param: Tensor) -> Tensor | None:
 
 def set_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Let `.grad` of each parameter be a value over this rank's elements, cut as the parameter is."""
+    cut = [(param, rows) for param, rows in zip(params, grads, strict=True) if isinstance(param, PartitionedTensor)]
+    values = PartitionedTensor.values_like([param for param, _ in cut], [rows for _, rows in cut])
+    for (cut_param, _), value in zip(cut, values, strict=True):
+        _grad.__set__(cut_param, value)  # not as users assign it: nothing to look at
     for param, rows in zip(params, grads, strict=True):
-        if isinstance(param, PartitionedTensor):
-            _grad.__set__(param, param.like(rows))  # not as users assign it: nothing to look at
-        else:
+        if not isinstance(param, PartitionedTensor):
             param.grad = rows_like(rows, param)
 
 

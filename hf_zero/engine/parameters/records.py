@@ -185,11 +185,6 @@ class ZeroParameter:
         if type(self.param) is HostParameter:
             cast(Any, self.param).__class__ = nn.Parameter
 
-    def gradient_rows(self, flat: Tensor) -> Tensor:
-        """Reduced gradients of this rank's rows, in their shape; contiguous: fused steps look at memory, not at strides."""
-        is_flat = flat.ndim != len(self.local_shape)
-        return self.layout.in_shape(flat, self.local_shape).contiguous() if is_flat else flat
-
 
 # --- all parameters of a unit in one call: a host pays for calls by the parameter -------------------------------------------
 
@@ -263,13 +258,21 @@ def _install(moves: Sequence[tuple[ZeroParameter, Tensor, Tensor]]) -> None:
                 _set(module._parameters, attribute, tensor)  # not as users put it back
 
 
+def gradient_rows(results: Sequence[tuple[ZeroParameter, Tensor]]) -> list[tuple[ZeroParameter, Tensor]]:
+    """Reduced gradients of this rank's rows, in their shape; contiguous: fused steps look at memory, not at strides."""
+    return [
+        (p, flat if flat.ndim == len(p.local_shape) else p.layout.in_shape(flat, p.local_shape).contiguous())
+        for p, flat in results
+    ]
+
+
 def add_gradients(results: Sequence[tuple[ZeroParameter, Tensor]]) -> None:
     """Add reduced gradients of this rank's rows to `param.grad` of each parameter: by one launch, not by one a parameter.
 
     Args:
         results: flat, [elements of this rank], reduce dtype; kept where they become the gradient.
     """
-    found = [(p, p.gradient_rows(flat)) for p, flat in results]
+    found = gradient_rows(results)
     there = [(torch_compat.local_of(p.param.grad), rows) for p, rows in found if p.param.grad is not None]
     if there:
         with torch.no_grad():

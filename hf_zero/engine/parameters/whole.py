@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.under_way import assigned_name
 from hf_zero.errors import UsageError
 
 _data: Any = torch._C.TensorBase.data
@@ -111,6 +112,17 @@ class Whole(Shares, Tensor):
             )
         with torch.no_grad():
             self.data.copy_(value)
+
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        """Torch asks so of what is assigned to a module, and would say that it is no parameter."""
+        if not torch.compiler.is_compiling() and (name := assigned_name(self)) is not None:
+            raise UsageError(
+                f"a forward assigns another module's whole weight to {name!r}, which would tie them for a call only: tie "
+                "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
+                "only, call torch.nn.functional with it"
+            )
+        return False
 
     def everywhere(self) -> list[Tensor]:
         """See `Shares`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, as_seen, pop, push
+from hf_zero.engine.parameters.under_way import is_method_running
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry
@@ -22,7 +23,6 @@ from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, cho
 from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.residency import Lease, Residency
 from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, Turn, first_uses
-from hf_zero.engine.units.under_way import is_method_running
 from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Reads, Written, check_same_on_all_ranks, check_written
 from hf_zero.errors import UsageError

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, cast
@@ -24,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
-from hf_zero.engine.units.under_way import ASSIGN, is_assigned
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError
 
@@ -85,17 +83,6 @@ class ReadableParameters(dict[str, Any]):
         """What was read may be put back: `functional_call` of a block does so. The parameter itself is then held again."""
         reader = self._reader() if type(tensor) in _PUT_BY_ENGINE else None
         super().__setitem__(name, tensor if reader is None else reader.read_from(tensor))
-
-    def __contains__(self, name: object) -> bool:
-        """Modules ask so before they assign: torch would say that a whole tensor is no parameter."""
-        # Every read of a weight asks so, too.
-        if not torch.compiler.is_dynamo_compiling() and sys._getframe(1).f_code in ASSIGN and is_assigned(Whole):
-            raise UsageError(
-                f"a forward assigns another module's whole weight to {name!r}, which would tie them for a call only: tie "
-                "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
-                "only, call torch.nn.functional with it"
-            )
-        return super().__contains__(name)
 
     def items(self) -> Any:
         """What is held at rest, also after a forward that Ctrl-C has ended."""

@@ -87,6 +87,7 @@ def test_engines_in_turn_have_a_figure_of_each_round_and_no_memory(monkeypatch: 
         module: str, num_ranks: int, options: dict[str, Any], folder: Path, limit_s: float
     ) -> list[dict[str, Any]]:
         assert (options["together"], options["rounds_in_turn"]) == (["ddp", "zero3"], 3)
+        assert limit_s == 6 * _PLAN.limit_s  # two engines, three rounds
         found = {"seconds": [1.0, 2.0, 3.0], "peak_bytes": None, "moved_bytes": None, "losses": [2.0, 1.0]}
         slower = found | {"seconds": [1.0, 1.0, 4.0], "moved_bytes": 7.0}
         return [{"ddp": found, "zero3": found | {"moved_bytes": 5.0}}, {"ddp": found, "zero3": slower}]

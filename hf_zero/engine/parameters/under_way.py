@@ -51,14 +51,20 @@ def is_peeked_at() -> bool:
     return asked is not None and asked.f_back is not None and asked.f_back.f_code is _PEEKS
 
 
-ASSIGN = {nn.Module.__setattr__.__code__: "value", nn.Module.register_parameter.__code__: "param"}
+_ASSIGN = {nn.Module.__setattr__.__code__: "value", nn.Module.register_parameter.__code__: "param"}
 
 
-def is_assigned(kind: type) -> bool:
-    """Whether `module.name = ...` or `module.register_parameter(name, ...)`, which asks now, assigns a `kind`."""
-    frame = sys._getframe(2)
-    name = ASSIGN.get(frame.f_code)
-    return name is not None and isinstance(frame.f_locals.get(name), kind)
+def assigned_name(value: object) -> str | None:
+    """The name under which `value` is being assigned: `module.name = value` asks, or `module.register_parameter(name, value)`.
+
+    None if nobody assigns it, or to a module of no sharded model.
+    """
+    frame = sys._getframe(3)  # beyond the property that asks here, and `isinstance(value, Parameter)`, which asks that
+    assigned = _ASSIGN.get(frame.f_code)
+    known = frame.f_locals
+    if assigned is None or known[assigned] is not value or type(known["self"]._parameters) is dict:
+        return None
+    return str(known["name"])
 
 
 def is_function_running(name: str) -> bool:
