@@ -252,14 +252,17 @@ class Agreements:
 
     def _describe(self, kind: str, unit: str) -> str:
         self._sequence += 1
-        counts = self.counts
-        counts.by_kind[kind] += 1
-        counts.units[kind].append(unit)
         if kind in ORDERED_KINDS:
             # Per kind: each rank may interleave gathers and reductions differently.
             self._steps[kind] = zlib.crc32(f"{kind} {unit}".encode(), self._steps.get(kind, 0))
             self.sequence_hash = sum(self._steps.values())
-        description = Description(f"{kind} of {unit!r} (exchange {self._sequence})")
+        return self._count(kind, unit, f"{kind} of {unit!r} (exchange {self._sequence})")
+
+    def _count(self, kind: str, unit: str, text: str) -> str:
+        """Begin an exchange of a kind, of which errors speak by `text`."""
+        counts, description = self.counts, Description(text)
+        counts.by_kind[kind] += 1
+        counts.units[kind].append(unit)
         description.parts = (counts.group, kind, counts.by_kind[kind], unit)
         return description
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import time
 from typing import Any
 
 import pytest
@@ -145,6 +146,21 @@ def test_what_a_forward_writes_into_its_weights_stays_on_three_ranks(collectives
     pair = Pair(stage=3, collectives=collectives, prefetch_bytes=0)
     pair.step(2)
     pair.evaluate()
+
+
+@on_ranks(2, stage=SHARDED, collectives=EXCHANGES)
+def test_rank_0_reads_alone_while_the_other_waits_in_a_forward_that_writes(stage: int, collectives: str) -> None:
+    pair = Pair(stage=stage, collectives=collectives)
+    pair.step()
+    if dist.get_rank() == 0:
+        time.sleep(0.3)  # until the other has written into its whole tensors
+        weights, expected = (
+            torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (pair.model, pair.reference)
+        )
+        torch.testing.assert_close(weights, expected)
+        states, expected_states = (each.state_dict()["state"] for each in pair.optimizers)
+        torch.testing.assert_close(states, expected_states)
+    pair.step()
 
 
 @on_ranks(2, stage=SHARDED, collectives=EXCHANGES)

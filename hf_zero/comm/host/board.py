@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import threading
 import time
 from array import array
 from collections import deque
@@ -87,13 +88,17 @@ class Lane:
         rank: this rank.
         own: this rank's board, as int64.
         peers: the others.
+        broken_off: lets all waits fail, once it is set.
     """
 
-    def __init__(self, name: str, rank: int, own: memoryview, peers: Sequence[Peer]) -> None:
+    def __init__(
+        self, name: str, rank: int, own: memoryview, peers: Sequence[Peer], broken_off: threading.Event
+    ) -> None:
         start = _TOKEN_WORDS + LANES.index(name) * _LANE_WORDS
         self._rank = rank
         self._own = own[start : start + _LANE_WORDS]
         self._peers = [(peer, peer.words[start : start + _LANE_WORDS]) for peer in peers]
+        self._broken_off = broken_off
         self._count = 0
         self._pending: deque[Posted] = deque()
         self._unread: deque[Posted] = deque()  # finished here, but not yet read by all peers
@@ -186,6 +191,8 @@ class Lane:
                 if meanwhile is not None:
                     meanwhile()
                 if pause.is_long:
+                    if self._broken_off.is_set():
+                        raise named(RuntimeError("it was broken off"), description, peer.number, timeout_s)
                     if not peer.is_alive() and words[word] < count:
                         gone = RuntimeError(f"its process ({peer.pid}) has ended")
                         raise named(gone, description, peer.number, timeout_s)
@@ -251,6 +258,9 @@ class Board:
         peers: pid and mapped board of every other rank.
         ranks: the numbers of all of them in the program, for errors.
 
+    Attributes:
+        broken_off: set to let all waits fail.
+
     Raises:
         OSError: this kernel cannot tell whether a process is alive.
     """
@@ -263,7 +273,8 @@ class Board:
         for peer, (pid, memory) in peers.items():
             self._peers.append(Peer(peer, ranks[peer], pid, memoryview(memory).cast("q"), os.pidfd_open(pid)))
         words = memoryview(own).cast("q")
-        self.lanes = {name: Lane(name, ranks[rank], words, self._peers) for name in LANES}
+        self.broken_off = threading.Event()
+        self.lanes = {name: Lane(name, ranks[rank], words, self._peers, self.broken_off) for name in LANES}
 
     def __del__(self) -> None:
         for peer in self._peers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import threading
 import time
 import weakref
 from array import array
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.comm.beside import waits
 from hf_zero.comm.collectives import Collectives, Rows, add, divide
 from hf_zero.comm.exchange import Exchange, InFlight
 from hf_zero.comm.groups import Axis
@@ -92,8 +94,14 @@ class HostCollectives(Collectives):
     def before_write(self, label: str) -> None:
         """See `Collectives.before_write`."""
         lane = self._board.lanes["write"]
-        self.counts.by_kind["write"] += 1
-        lane.complete(lane.post(label, (), label, self.timeout_s, lambda numbers: None), self.timeout_s)
+        description = self._count("write", label, label)
+        posted = lane.post(label, (), description, self.timeout_s, lambda numbers: None)
+        HostExchange(lane, posted, description, self.timeout_s, None, False, self.in_flight).wait()
+
+    def break_off_all(self) -> None:
+        """See `Agreements.break_off_all`."""
+        self._board.broken_off.set()
+        super().break_off_all()
 
     def settle(self) -> None:
         """See `Collectives.settle`."""
@@ -192,9 +200,9 @@ class HostCollectives(Collectives):
 
         lane = self._board.lanes["agreement"]
         description = self._describe("agreement", label)
-        lane.complete(lane.post("agreement", message.tolist(), description, timeout_s, finish), timeout_s)
-        if not is_short(len(message)):
-            lane.settle(description, timeout_s)
+        posted = lane.post("agreement", message.tolist(), description, timeout_s, finish)
+        has_readers = not is_short(len(message))
+        HostExchange(lane, posted, description, timeout_s, None, has_readers, self.in_flight).wait()
         return rows
 
     def _post(
@@ -223,7 +231,7 @@ class HostExchange(Exchange):
         posted: Posted,
         description: str,
         timeout_s: float,
-        entry: LedgerLine,
+        entry: LedgerLine | None,
         waits_for_readers: bool,
         in_flight: InFlight,
     ) -> None:
@@ -235,15 +243,22 @@ class HostExchange(Exchange):
         if self._is_done:
             return
         started = time.perf_counter()
-        assert self._entry is not None and self._in_flight is not None
+        assert self._in_flight is not None
+        thread = threading.get_ident()
+        waits.by_thread[thread] = self
         try:
             self._lane.complete(self._posted, self._timeout_s)
             if self._waits_for_readers:
                 self._lane.settle(self._description, self._timeout_s)
-        except CollectiveError:
+        except CollectiveError as error:
             self._in_flight.is_broken = True  # nobody waits as long again for each exchange that is dropped
+            if (verdict := waits.verdict_on(self.place)) is not None:
+                raise CollectiveError(verdict) from error
             raise
-        self._entry.seconds += time.perf_counter() - started
+        finally:
+            waits.by_thread.pop(thread, None)
+        if self._entry is not None:
+            self._entry.seconds += time.perf_counter() - started
         self._is_done = True
 
 

@@ -319,12 +319,12 @@ class Gathering:
         """
         if not written:
             return
-        self.changes.begun += 1
         if not has_failed:
             check_written(written)
             check_same_on_all_ranks(written, self._world)
             if any(each.unit.is_shared for each in written):
                 self._before_write("what a forward wrote into its parameters")
+        self.changes.begun += 1  # only now: a rank that the others wait for may still read alone what was before
         for unit, p, whole in written:
             self.reads.forget(p, but=whole)
             if not (has_failed and unit.is_shared):

@@ -24,10 +24,11 @@ def test_reader_is_the_launcher_or_the_only_peer(parents: dict[int, int], reader
     assert memory.reader_of(10, parents) == reader
 
 
-@pytest.mark.parametrize("at_once", [7, 2**20])
+@pytest.mark.parametrize("at_once", [3001, 2**20])
 def test_all_pieces_are_read_however_few_bytes_the_system_copies_at_once(at_once: int) -> None:
-    source, target = torch.arange(8000, dtype=torch.int32), torch.zeros(8000, dtype=torch.int32)
+    source, target = torch.arange(12000, dtype=torch.int32), torch.zeros(12000, dtype=torch.int32)
     sizes = [4 * (number % 4) for number in range(5000)]  # some have none, and more than one call takes
+    sizes[1000] = 8000  # more than the system copies at once
     places = list(itertools.accumulate(sizes, initial=0))
     moves = [
         (source.data_ptr() + place, target.data_ptr() + place, size) for place, size in zip(places, sizes, strict=False)

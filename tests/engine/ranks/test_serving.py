@@ -21,6 +21,16 @@ SOON_S = 10  # of the 60 s that ranks wait for each other
 Elsewhere = Callable[[Twins], None]
 
 
+def _average(weight: Tensor) -> Tensor:
+    """What an average is that rank 0 alone keeps: a plain tensor, written to."""
+    average = torch.ones(weight.shape)
+    average.copy_(weight.data)
+    average.lerp_(weight.data, 0.5)
+    average.mul_(0.9).add_(weight.data, alpha=0.1)
+    torch._foreach_lerp_([average], [weight.data], 0.25)
+    return torch.sub(average, weight.data, out=torch.empty(weight.shape))
+
+
 def _reads(model: nn.Module) -> list[Tensor]:
     """What people log of weights."""
     weight, bias = model.blocks[1].up.weight, model.head.bias
@@ -33,6 +43,7 @@ def _reads(model: nn.Module) -> list[Tensor]:
         weight[1:3],
         weight.t() @ weight,
         bias.full_tensor(),
+        _average(weight),
     ]
     return [torch.as_tensor(each).detach().clone() for each in found]
 
@@ -48,6 +59,7 @@ def _plain_reads(model: nn.Module) -> list[Tensor]:
         weight[1:3],
         weight.t() @ weight,
         bias,
+        _average(weight),
     ]
     return [each.detach().clone() for each in found]
 

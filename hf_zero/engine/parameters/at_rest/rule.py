@@ -153,7 +153,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
     roots_written = [cast(Tensor, t.root) for t in written if isinstance(t, AtRest)]
     with torch.no_grad():
         what = f"{base_name(func)} of {given[0].describe()}"
-        wholes = dict(zip(map(id, roots), gather(roots, what, not written), strict=True))
+        wholes = dict(zip(map(id, roots), gather(roots, what, not roots_written), strict=True))
         plain = {id(t): cast(AtRest, t).of(wholes[id(cast(AtRest, t).root)]) for t in cast(list[Tensor], given)}
         apart = _apart(roots_written, wholes) if call.source is None else []
         result = _mapped(func, args, kwargs, plain)
