@@ -121,7 +121,7 @@ class _Activation:
 
         @functools.wraps(original)
         def from_config(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if seam.is_paused:
+            if seam.is_paused or not seam.comes_together(f"making a {cls.__name__}"):
                 return original(cls, *args, **kwargs)
             cutter = Cutter(self.world)
             with cutter.constructing() if cutter.cuts_as_made else nullcontext():

@@ -8,6 +8,7 @@ missing weights are initialised, on whole tensors.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import re
@@ -32,6 +33,8 @@ from hf_zero.sharding.whole_window import is_mapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 Loaded = Callable[[nn.Module], None]
@@ -206,6 +209,20 @@ class LoadSeam:
         """Put the original methods back."""
         self._changes.undo()
 
+    def comes_together(self, what: str) -> bool:
+        """Whether all ranks make a model, and may cut it; one that makes it alone, the others gone on, has it whole and plain.
+
+        See [Note: alone]. Inside `Init`, all have to make it.
+        """
+        serving = self._world.serving
+        may_be_alone = self._open_cutter is None and self._world.partitions and serving.can_be_alone
+        if not may_be_alone or serving.all_come(what, ""):
+            return True
+        logger.warning(
+            "%s: rank %d does so alone, the others have gone on; the model stays whole.", what, self._world.rank
+        )
+        return False
+
     def _placed(self, load_config: Any) -> Any:
         """The load config with everything on this rank's device; refuses what cannot be partitioned."""
         device = self._world.device
@@ -241,6 +258,8 @@ class LoadSeam:
         is_ours = not self.is_paused and expected_keys is None and any(p.is_meta for p in model.parameters())
         if load_config.hf_quantizer is not None and self._open_cutter is None:
             is_ours = False  # whole, until `shard_model` cuts what can be cut
+        if is_ours and not self.comes_together(f"loading {load_config.pretrained_model_name_or_path}"):
+            is_ours = False
         if is_ours:
             if self._world.sequence.num_ranks > 1:
                 check(model, self._world)
@@ -343,16 +362,16 @@ def _own_buffers(model: nn.Module) -> None:
 @contextmanager
 def _quiet(is_quiet: bool) -> Iterator[None]:
     """While active, show no progress bar on this rank, if `is_quiet`."""
-    from transformers.utils import logging
+    from transformers.utils import logging as bars
 
-    was_shown = logging.is_progress_bar_enabled()
+    was_shown = bars.is_progress_bar_enabled()
     if is_quiet and was_shown:
-        logging.disable_progress_bar()
+        bars.disable_progress_bar()
     try:
         yield
     finally:
         if is_quiet and was_shown:
-            logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 @contextmanager

@@ -217,6 +217,25 @@ def test_activate_is_idempotent_and_undo_puts_everything_back(folder: str) -> No
 
 
 @on_ranks(2)
+def test_a_model_that_rank_0_makes_alone_after_a_training_is_plain(folder: str) -> None:
+    """As adapters are merged into a base model on the main process alone."""
+    activate(ZERO_3, CPU)
+    model = load(folder)
+    train(model.train(), "llama", [dist.get_rank()])
+    if dist.get_rank() == 0:
+        made, loaded = transformers.AutoModelForCausalLM.from_config(model.config), load(folder)
+        with disabled():
+            expected = load(folder)
+        torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
+        for alone in (made, loaded):
+            assert not is_partitioned(alone)
+            alone(input_ids=torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
+    dist.barrier()
+    assert is_partitioned(load(folder)), "by all again"
+    undo()
+
+
+@on_ranks(2)
 def test_activate_notices_another_process_group(folder: str, tmp_path: Path) -> None:
     activate(ZERO_3, CPU)
     first = init._active[-1].world
