@@ -181,6 +181,18 @@ MUTATIONS = {
         "add(terms, sums, totals)",
         "tests/comm/test_collectives.py tests/test_parity.py",
     ),
+    "waits in a host's memory are not seen": Mutation(
+        "comm/host/one_host.py",
+        "waits.by_thread[thread] = self",
+        "waits.by_thread.pop(thread, None)",
+        "tests/comm/beside/test_crossed.py",
+    ),
+    "an average of rank 0 alone is taken for an edit": Mutation(
+        "engine/parameters/at_rest/rule.py",
+        "gather(roots, what, not roots_written)",
+        "gather(roots, what, not written)",
+        "tests/engine/ranks/test_serving.py",
+    ),
     "peers' labels are not compared": Mutation(
         "comm/host/board.py",
         "if theirs != ours or len(message) != len(posted.message):",
