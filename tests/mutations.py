@@ -118,7 +118,7 @@ MUTATIONS = {
         "engine/units/gathering.py",
         "            self._edited.update(dict.fromkeys(self._parameters))\n            self._stepping = None",
         "            self._stepping = None",
-        "tests/engine/parameters/test_under_way.py",
+        "tests/test_under_way.py",
     ),
     "nothing is gathered ahead": Mutation(
         "engine/units/gathering.py",

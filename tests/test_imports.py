@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 # The house, from the ground up: a floor may import from the floors below it, and within itself where no circle arises.
 _FLOORS = [
-    ["errors", "layout", "tables", "changes"],
+    ["errors", "layout", "tables", "changes", "under_way"],
     ["torch_compat", "host"],
     ["config"],
     ["comm"],

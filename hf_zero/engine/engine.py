@@ -25,7 +25,6 @@ from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, set_owner
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, as_seen, gathered
-from hf_zero.engine.parameters.under_way import CountedCalls, has_raised, is_peeked_at
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
@@ -41,6 +40,7 @@ from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, ref
 from hf_zero.engine.units.served import ServedParameters
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError, ZeroError
+from hf_zero.under_way import CountedCalls, has_raised, is_peeked_at
 
 logger = logging.getLogger(__name__)
 

@@ -89,7 +89,7 @@ def reader_of(own: int, parents: dict[int, int]) -> int | None:
 
 
 def read(pid: int, moves: Sequence[tuple[int, int, int]]) -> None:
-    """Copy memory of process `pid`, all by one call of the system.
+    """Copy memory of process `pid`, by one call of the system where it takes as much.
 
     Args:
         pid: the process.

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.parameters.records import as_seen
-from hf_zero.engine.parameters.under_way import has_raised
 from hf_zero.engine.units.call import Call, Entry
 from hf_zero.engine.units.forward_alone import CallAlone
 from hf_zero.engine.units.reading import connected, replace_tensors, tensors_in
 from hf_zero.engine.units.saved import SavedWeights
 from hf_zero.engine.units.writes import check_numpy
 from hf_zero.errors import UsageError
+from hf_zero.under_way import has_raised
 
 _OWN_REFERENCES = 1  # to a whole tensor, after its call: that of the list
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.under_way import assigned_name
 from hf_zero.errors import UsageError
+from hf_zero.under_way import assigned_name
 
 _data: Any = torch._C.TensorBase.data
 STANDS_FOR = "_zero_stands_for"

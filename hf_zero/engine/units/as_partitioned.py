@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from hf_zero.engine.parameters.records import ZeroParameter, gathered
-from hf_zero.engine.parameters.under_way import is_function_running
 from hf_zero.engine.units.grouping import Structure
 from hf_zero.errors import PartitionError, UsageError
+from hf_zero.under_way import is_function_running
 
 
 class AsPartitioned:

@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, as_seen, pop, push
-from hf_zero.engine.parameters.under_way import is_method_running
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry
@@ -27,6 +26,7 @@ from hf_zero.engine.units.unit import Unit
 from hf_zero.engine.units.writes import Reads, Written, check_same_on_all_ranks, check_written
 from hf_zero.errors import UsageError
 from hf_zero.host import progress
+from hf_zero.under_way import is_method_running
 
 _MOST_AHEAD = 16  # units that are looked at when one is used, however small they are
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.engine.parameters.under_way import calls_of, is_function_running, is_method_running
+from hf_zero.under_way import calls_of, is_function_running, is_method_running
 from tests.engine.twins import SHARDED, Twins, assert_same
 from tests.ranks import on_ranks
 
