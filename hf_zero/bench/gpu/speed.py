@@ -92,10 +92,10 @@ def host_time(plan: StepBenchmark, deadline: float) -> Section:
         return Section("failed", "stage 3 did not run", output=text)
     rows = [("engine", "ms a layer and step")]
     rows += [(name, f"{costs[name] * 1e3:.3f}") for name in ("local", "zero3", "fsdp2") if name in costs]
-    own = costs["zero3"] - costs.get("local", 0.0)
-    said = (
-        f"stage 3 costs the host {own * 1e3:.2f} ms a layer and step{' beyond no exchange' if 'local' in costs else ''}"
-    )
+    said = f"stage 3 takes the host {costs['zero3'] * 1e3:.2f} ms a layer and step"
+    if "local" in costs:
+        more = costs["zero3"] - costs["local"]
+        said += f", {abs(more) * 1e3:.2f} {'more' if more > 0 else 'less'} than one process"
     if costs["zero3"] <= 0:
         return Section(
             "look", "more layers took no longer: what this machine did besides was more than they cost", rows
