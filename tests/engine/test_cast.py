@@ -102,12 +102,17 @@ def test_memory_that_torch_exchanges_is_an_edit(
     twins.step(2)
 
 
-@on_ranks(2, stage=SHARDED)
-def test_a_rank_may_move_a_model_to_where_it_is_alone(stage: int) -> None:
-    twins = Twins(stage, timeout_s=SHORT_S)
-    if twins.rank == 0:
-        twins.model.to("cpu")
-    twins.step()
+def _with_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    return square_loss(model, x) + 0.1 * torch.stack([param.square().sum() for param in model.parameters()]).sum()
+
+
+@on_ranks(2, stage=SHARDED, is_alone=[False, True])
+def test_a_model_may_be_moved_to_where_it_is_alone_or_by_all(stage: int, is_alone: bool) -> None:
+    twins = Twins(stage, loss=_with_penalty, timeout_s=SHORT_S)
+    for _ in range(2):
+        if twins.rank == 0 or not is_alone:
+            twins.model.to("cpu")  # torch puts other tensors in the places of the parameters
+        twins.step()
 
 
 @on_ranks(2, stage=SHARDED)

@@ -16,11 +16,12 @@ from hf_zero.engine.backward.accumulation import Accumulation, add_up
 from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
 from hf_zero.engine.backward.landing import landing_of
-from hf_zero.engine.backward.passes import current_pass, hear_of_passes
+from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_passes, refuse_create_graph
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks, those_hooked_after
+from hf_zero.engine.parameters.whole import when_exchanged
 from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.call import Call, Entry, check_not_outdated
@@ -62,9 +63,8 @@ class Backward:
         self.buffers = Buffers(model, world)
         self._landing = landing_of(world)
         self._watchable = [p for p in parameters if self._is_to_be_watched(p)]
-        self._watched: set[ZeroParameter] = set()
-        self._handles: list[Any] = []
-        self._nodes: list[Any] = []  # of the graph, with hooks: they live only as long as somebody holds them
+        self._watched: dict[ZeroParameter, Any] = {}  # with what undoes it
+        self._nodes: dict[ZeroParameter, Any] = {}  # of the graph, with hooks: they live only while somebody holds them
         self._is_syncing = True
         self._follows_no_sync = False  # since the last reduction
 
@@ -74,13 +74,13 @@ class Backward:
         """Watch the parameters that are trainable now; torch refuses a hook on others, which may be thawed later."""
         for p in self._watchable:
             if p.param.requires_grad and p not in self._watched:
-                self._watched.add(p)
-                self._handles.append(self._watch(p))
+                self._watched[p] = self._watch(p)
 
     def stop(self) -> None:
         """Watch no longer, and let buffers have what has come for them."""
         self.buffers.put_in()
-        for handle in self._handles:
+        self._watchable.clear()
+        for handle in self._watched.values():
             handle.remove()
 
     def _is_to_be_watched(self, p: ZeroParameter) -> bool:
@@ -97,7 +97,13 @@ class Backward:
             backward.on_gradient(known, grad)
             return (None,)
 
-        self._nodes.append(node)
+        def watch_again() -> None:  # `module.to` puts another tensor in its place, with a node of its own
+            backward, known = owner(), of_parameter()
+            if backward is not None and known is not None and backward._watched.pop(known, None) is not None:
+                at_next_pass(backward.watch)
+
+        self._nodes[p] = node
+        when_exchanged(p.param, watch_again)
         return node.register_prehook(take)
 
     # --- the pass -----------------------------------------------------------------------------------------------
@@ -239,12 +245,12 @@ class Backward:
 
     def on_root_gradient(self, gradient: Tensor) -> None:
         """The gradient of an output of the model is there."""
-        _refuse_create_graph()
+        refuse_create_graph()
         self.begin()
 
     def on_call_begin(self, call: Call, tensors: list[Tensor]) -> None:
         """The first gradient of a call's outputs is there: its units must be whole while its backward runs."""
-        _refuse_create_graph()
+        refuse_create_graph()
         session = self.begin()
         if call.session is session or call in session.open_calls:
             return
@@ -262,7 +268,7 @@ class Backward:
 
     def on_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
         """All gradients of a call's parameters are there (None: not used)."""
-        _refuse_create_graph()
+        refuse_create_graph()
         session = self.begin()
         call.check_not_outdated()
         session.has_gradients = True
@@ -277,7 +283,7 @@ class Backward:
 
     def on_read_gradient(self, read: Read, gradient: Tensor) -> None:
         """The gradient of a parameter that was read outside its module's call is there."""
-        _refuse_create_graph()
+        refuse_create_graph()
         session = self.begin()
         check_not_outdated(read.unit, read.epoch)
         if self._is_wanted(read.parameter):
@@ -286,7 +292,7 @@ class Backward:
 
     def on_gradient(self, p: ZeroParameter, gradient: Tensor) -> None:
         """This rank's whole gradient of what was computed of a parameter at rest is there."""
-        _refuse_create_graph()
+        refuse_create_graph()
         p.computed.refuse_part(f"a loss is computed from {p.name!r} itself")
         session = self.begin()
         session.has_gradients = True
@@ -387,11 +393,3 @@ class PlainBackward(Backward):
         super().recover()
         if has_broken_off:
             self._reducer.abandon()
-
-
-def _refuse_create_graph() -> None:
-    if torch.is_grad_enabled():
-        raise UsageError(
-            "backward with create_graph=True is not supported under ZeRO: gradients of partitioned parameters are reduced "
-            "outside autograd, so they cannot be differentiated again"
-        )

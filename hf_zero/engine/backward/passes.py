@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
 from hf_zero.engine.units.keeping import note_failure
-from hf_zero.errors import ZeroError
+from hf_zero.errors import UsageError, ZeroError
 
 _KEY = "hf_zero pass"
 _changes = Changes()
+_at_next: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 class Pass:
@@ -76,6 +78,20 @@ def hear_of_passes() -> None:
         _changes.replace(owner, torch_compat.RUN_BACKWARD, _telling(getattr(owner, torch_compat.RUN_BACKWARD)))
 
 
+def at_next_pass(method: Callable[[], None]) -> None:
+    """Let a method be called when the next pass begins, if its object is there still."""
+    _at_next.append(weakref.WeakMethod(method))
+
+
+def refuse_create_graph() -> None:
+    """Raise where the backward under way is to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "backward with create_graph=True is not supported under ZeRO: gradients of partitioned parameters are reduced "
+            "outside autograd, so they cannot be differentiated again"
+        )
+
+
 @contextlib.contextmanager
 def _inside(around: Pass | None) -> Iterator[None]:
     """Within: a call inside a call."""
@@ -95,6 +111,9 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch_compat.in_backward():  # of a checkpoint, or in a hook: the call around it tells
             with _inside(current_pass()):
                 return original(*args, **kwargs)
+        while _at_next:
+            if (call := _at_next.pop()()) is not None:
+                call()
         begun = Pass(torch_compat.backward_is_for_all(*args, **kwargs))
         torch_compat.carry_into_backward(_KEY, begun)
         try:

@@ -41,7 +41,7 @@ from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.at_rest.rule import run
 from hf_zero.engine.parameters.at_rest.views import Readable, View, views
 from hf_zero.engine.parameters.user_hooks import HOOKS, hold_again, let_hold, register
-from hf_zero.engine.parameters.whole import Shares
+from hf_zero.engine.parameters.whole import WHEN_EXCHANGED, Shares
 from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
@@ -88,7 +88,7 @@ _grad: Any = torch._C.TensorBase.grad
 _MEMORY = "_zero_memory"
 _SHOWN = "_zero_shown"
 _PLACE = "_zero_place_of_whole"
-_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN, _PLACE)
+_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN, _PLACE, WHEN_EXCHANGED)
 
 
 _OWN_REFERENCES = 2  # to a `_Memory`, when no alias has it: the local name's, and that of the call that counts

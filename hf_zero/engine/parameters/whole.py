@@ -29,6 +29,7 @@ from hf_zero.under_way import assigned_name
 _data: Any = torch._C.TensorBase.data
 STANDS_FOR = "_zero_stands_for"
 _BEFORE_NUMPY = "_zero_before_numpy"
+WHEN_EXCHANGED = "_zero_when_exchanged"
 _OF_TORCH = ("_spec", "_local_tensor")  # that are set for every gradient
 _COUNTER, _MOVED, _RECORD = "_zero_counter", "_zero_moved", "_zero_record"
 
@@ -62,7 +63,14 @@ class Shares:
         torch_compat.outside_compiled_graphs(_delete)(self, name)
 
 
+def when_exchanged(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Let `call` be called when torch exchanges the tensor for another in place, as `module.to` does; once."""
+    object.__setattr__(tensor, WHEN_EXCHANGED, call)
+
+
 def _set(tensor: Shares, name: str, value: Any) -> None:
+    if name == "__dict__" and (call := vars(tensor).pop(WHEN_EXCHANGED, None)) is not None:
+        call()
     object.__setattr__(tensor, name, value)
     if is_of_users(name) and name in vars(tensor):
         for each in tensor.everywhere():
