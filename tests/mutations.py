@@ -53,6 +53,12 @@ MUTATIONS = {
         "self._give([(p, rows) for p, rows, _ in item.results])",
         "tests/engine/test_property.py",
     ),
+    "what torch exchanges is watched no more": Mutation(
+        "engine/parameters/whole.py",
+        'if name == "__dict__" and (call :=',
+        'if name == "" and (call :=',
+        "tests/engine/test_cast.py",
+    ),
     "unused elsewhere is lost": Mutation(
         "engine/backward/reduction.py",
         "self._give([(p, self._unused[p]) for p in self.given if p in self._unused])",

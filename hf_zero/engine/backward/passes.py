@@ -83,6 +83,16 @@ def at_next_pass(method: Callable[[], None]) -> None:
     _at_next.append(weakref.WeakMethod(method))
 
 
+def _call_those_due() -> None:
+    while True:
+        try:
+            method = _at_next.pop()()
+        except IndexError:  # none is left: another thread may have taken the last
+            return
+        if method is not None:
+            method()
+
+
 def refuse_create_graph() -> None:
     """Raise where the backward under way is to be differentiated again."""
     if torch.is_grad_enabled():
@@ -111,9 +121,8 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch_compat.in_backward():  # of a checkpoint, or in a hook: the call around it tells
             with _inside(current_pass()):
                 return original(*args, **kwargs)
-        while _at_next:
-            if (call := _at_next.pop()()) is not None:
-                call()
+        if _at_next:
+            _call_those_due()
         begun = Pass(torch_compat.backward_is_for_all(*args, **kwargs))
         torch_compat.carry_into_backward(_KEY, begun)
         try:
