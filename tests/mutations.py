@@ -218,16 +218,16 @@ MUTATIONS = {
         "tests/comm/test_faults.py",
     ),
     "own rows stay exact on the wire": Mutation(
-        "comm/wire.py",
+        "comm/backends/wire.py",
         "unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])",
         "number == rank or unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])",
-        "tests/comm/test_wire.py",
+        "tests/comm/backends/test_wire.py",
     ),
     "int4 loses its sign": Mutation(
-        "comm/wire.py",
+        "comm/backends/wire.py",
         "torch.stack([(numbers << 4) >> 4, numbers >> 4], -1)",
         "torch.stack([numbers & 15, numbers >> 4], -1)",
-        "tests/comm/test_wire.py",
+        "tests/comm/backends/test_wire.py",
     ),
     "dropped exchanges are forgotten": Mutation(
         "comm/exchange.py",
@@ -330,10 +330,10 @@ MUTATIONS = {
         "tests/comm/beside/test_crossed.py",
     ),
     "experts stay within the tensor axis": Mutation(
-        "comm/axes.py",
+        "comm/groups/axes.py",
         "return max(ep_size // tensor_size, 1)",
         "return ep_size if tensor_size == 1 else 1",
-        "tests/sharding/test_shared_experts.py",
+        "tests/sharding/axes/test_shared_experts.py",
     ),
     "gradients of shared layers are not planned": Mutation(
         "plan/activations.py",

@@ -161,7 +161,7 @@ def _leave_group() -> None:
 
 def _forget_meshes() -> None:
     """Empty what holds the meshes of a job that is over, and so its groups."""
-    if (groups := sys.modules.get("hf_zero.comm.groups")) is not None:
+    if (groups := sys.modules.get("hf_zero.comm.groups.process_groups")) is not None:
         groups._program = None
     debug._clear_sharding_prop_cache()
     for owner, name in _CACHES_OF_MESHES:

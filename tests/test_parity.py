@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
-from hf_zero.comm import exchange, pairwise
+from hf_zero.comm import exchange
+from hf_zero.comm.backends import pairwise
 from hf_zero.engine.backward import accumulation, reduction
 from hf_zero.engine.ranks import world
 from hf_zero.engine.units import unit

@@ -7,12 +7,13 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.cli.planning import sequences, timing
 from hf_zero.cli.planning.fitting import MARGIN, USUAL_RANKS_A_HOST, chosen_of, fits, fits_device, on_a_host, verdict
+from hf_zero.cli.planning.row import Row
 from hf_zero.cli.planning.tuning import keys_of, tuned
 from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
@@ -24,39 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_zero.plan.activations import Kept
-    from hf_zero.plan.memory import Holding, Setting
     from hf_zero.plan.scale import HostMemory
     from hf_zero.plan.shapes import ModelShape
-    from hf_zero.plan.timing.schedule import Played
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to train the model.
-
-    Attributes:
-        setting: with its configuration.
-        checkpoints: whether activations are computed again.
-        holding: what a rank holds; None of its activations are known without a sequence length.
-        kept: its activations.
-        played: the time of a step, where it is predicted.
-    """
-
-    setting: Setting
-    checkpoints: bool
-    holding: Holding
-    kept: Kept
-    played: Played | None = None
-
-    @property
-    def name(self) -> str:
-        """As the table calls it."""
-        offload = self.setting.config.offload
-        if offload.goes_to_host:
-            where = f", {'all' if offload.parameters == 'host' else 'optimizer'} on host"
-        else:
-            where = ", disk" if offload.is_anything else ""
-        return f"stage {self.setting.config.stage}{where}" + (", checkpointing" if self.checkpoints else "")
 
 
 def add_arguments(parser: argparse.ArgumentParser, size_of: Callable[[str], int]) -> None:

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm import torch_groups
 from hf_zero.comm.beside.progress import counts_of
 from hf_zero.comm.beside.roll_call import ended, missing
 from hf_zero.comm.beside.waits import ORDERED_KINDS, Description
 from hf_zero.comm.beside.watch import Watch
 from hf_zero.comm.exchange import Exchange, InFlight, Work, is_late, named
-from hf_zero.comm.groups import Axis
+from hf_zero.comm.groups import torch_groups
+from hf_zero.comm.groups.process_groups import Axis
 from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
 

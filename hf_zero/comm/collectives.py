@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm import torch_groups
 from hf_zero.comm.agreements import Agreements
 from hf_zero.comm.copies import copies_of
 from hf_zero.comm.exchange import Exchange, Work
+from hf_zero.comm.groups import torch_groups
 from hf_zero.layout import RowLayout
 
 _PACKED_BYTES = 64 * 2**10  # a message costs more than copying this, and being copied from it

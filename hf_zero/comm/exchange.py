@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from hf_zero.comm import torch_groups
 from hf_zero.comm.beside import waits
+from hf_zero.comm.groups import torch_groups
 from hf_zero.comm.ledger import LedgerLine
 from hf_zero.errors import CollectiveError
 

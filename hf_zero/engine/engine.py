@@ -31,13 +31,13 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.tiles.heads import Surroundings
 from hf_zero.engine.tiles.model import tile
 from hf_zero.engine.units.as_partitioned import AsPartitioned
-from hf_zero.engine.units.call import Entry
+from hf_zero.engine.units.calls.call import Entry
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import find_parameters, group, roots_of
 from hf_zero.engine.units.keeping import note_failure
-from hf_zero.engine.units.memory import GatheredMemory
 from hf_zero.engine.units.reading import Read, ReadableParameters, in_graph, refuse_pickling, tensors_in
 from hf_zero.engine.units.served import ServedParameters
+from hf_zero.engine.units.storage.memory import GatheredMemory
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError, ZeroError
 from hf_zero.under_way import CountedCalls, has_raised, is_peeked_at

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from hf_zero.checkpoint.files.model_plan import plan_model, source_of
 from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.checkpoint.ranks.cooperative import shares_folder, write_plan
-from hf_zero.comm.select import plain_choice
+from hf_zero.comm.groups.select import plain_choice
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_zero.comm import wire
+from hf_zero.comm.backends import wire
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.units.grouping import reads_in_backward

@@ -14,17 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zero.changes import Changes, undo_all
-from hf_zero.comm.groups import default_device, default_group
+from hf_zero.comm.groups.process_groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.active import pausable, paused
+from hf_zero.sharding.axes.cutting import partition_whole, raise_to_master
+from hf_zero.sharding.axes.tensor_parallel import TensorParallelSeam
 from hf_zero.sharding.construct import Cutter
-from hf_zero.sharding.cutting import partition_whole, raise_to_master
 from hf_zero.sharding.late import attach_late
 from hf_zero.sharding.loading import LoadSeam
 from hf_zero.sharding.other_libraries.install import install
-from hf_zero.sharding.tensor_parallel import TensorParallelSeam
 
 
 class Init:

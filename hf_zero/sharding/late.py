@@ -24,6 +24,8 @@ from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, named_blocks
 from hf_zero.optim.optimizers import hear_of_steps, hold_current
 from hf_zero.sharding import model_methods
+from hf_zero.sharding.axes.cutting import broadcast_buffers, partition_whole, raise_to_master, take_home
+from hf_zero.sharding.axes.experts import share_experts
 from hf_zero.sharding.checks import (
     agree_on_model,
     check_quantised,
@@ -32,8 +34,6 @@ from hf_zero.sharding.checks import (
     refuse_sparse_gradients,
     refuse_whole_for_a_while,
 )
-from hf_zero.sharding.cutting import broadcast_buffers, partition_whole, raise_to_master, take_home
-from hf_zero.sharding.experts import share_experts
 from hf_zero.sharding.sequence.model import slice_sequences
 from hf_zero.trace.recorder import record_if_asked
 

@@ -25,10 +25,10 @@ from hf_zero.changes import Changes
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
+from hf_zero.sharding.axes.experts import check_experts
+from hf_zero.sharding.axes.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
 from hf_zero.sharding.construct import Cutter, is_parameter
-from hf_zero.sharding.experts import check_experts
 from hf_zero.sharding.sequence.checks import check
-from hf_zero.sharding.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
 from hf_zero.sharding.whole_window import is_mapped
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
-from hf_zero.sharding.experts import share_experts
+from hf_zero.sharding.axes.experts import share_experts
 from hf_zero.sharding.generation import generate
 from hf_zero.sharding.other_libraries.resting_on_host import tell_device
 from hf_zero.sharding.sequence.model import slice_sequences

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_zero.comm import torch_groups
-from hf_zero.comm.groups import default_device, default_group
+from hf_zero.comm.groups import torch_groups
+from hf_zero.comm.groups.process_groups import default_device, default_group
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.parameters.records import at_rest

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.groups import TENSOR_AXIS
+from hf_zero.comm.groups.process_groups import TENSOR_AXIS
 from hf_zero.engine.gathered_parameters import gather_whole
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.parameters.records import cut, wrap

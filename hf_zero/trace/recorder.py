@@ -27,9 +27,9 @@ from hf_zero.comm.ledger import Ledger
 from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.call import Call
+from hf_zero.engine.units.calls.call import Call
 from hf_zero.engine.units.gathering import Gathering
-from hf_zero.engine.units.memory import GatheredMemory
+from hf_zero.engine.units.storage.memory import GatheredMemory
 from hf_zero.errors import ConfigError
 from hf_zero.trace.report import in_words
 from hf_zero.trace.timeline import Kind, Lane, Span, Timeline

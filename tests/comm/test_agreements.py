@@ -24,9 +24,9 @@ from hf_zero.comm import agreements
 from hf_zero.comm.agreements import Agreements, Combined
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.beside import roll_call
-from hf_zero.comm.groups import cells_of
+from hf_zero.comm.groups.process_groups import cells_of
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from hf_zero.errors import CollectiveError
 from tests.ranks import ENVIRONMENT, RankFailure, run_ranks
 
@@ -196,7 +196,7 @@ def test_process_that_dies_is_named_by_all_long_before_the_timeout() -> None:
 _MANY = """
 import os, sys, time, torch, torch.distributed as dist
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.errors import CollectiveError
 
 rank, count, store, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

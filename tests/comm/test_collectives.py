@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm import axes, select, torch_groups
+from hf_zero.comm.backends.native import NativeCollectives
+from hf_zero.comm.backends.pairwise import _PART_NUMEL
 from hf_zero.comm.collectives import Collectives, Rows, in_messages
 from hf_zero.comm.exchange import Exchange, Work
-from hf_zero.comm.groups import cells_of
+from hf_zero.comm.groups import axes, select, torch_groups
+from hf_zero.comm.groups.process_groups import cells_of
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.host import board, one_host
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.native import NativeCollectives
-from hf_zero.comm.pairwise import _PART_NUMEL
-from hf_zero.comm.select import make_collectives
 from hf_zero.config.zero_config import COLLECTIVES_VARIABLE, ZeroConfig
 from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.layout import RowLayout

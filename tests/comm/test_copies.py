@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_zero as zero
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.copies import copies_of, padded_copies_of
-from hf_zero.comm.groups import cells_of
+from hf_zero.comm.groups.process_groups import cells_of
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from hf_zero.layout import RowLayout
 from tests.ranks import on_ranks
 

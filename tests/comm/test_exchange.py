@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from unittest import mock
 
-from hf_zero.comm import exchange, torch_groups
+from hf_zero.comm import exchange
+from hf_zero.comm.groups import torch_groups
 from tests.ranks import on_ranks
 
 

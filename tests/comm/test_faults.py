@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 import hf_zero as zero
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
-from hf_zero.comm.groups import cells_of
+from hf_zero.comm.groups.process_groups import cells_of
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.one_host import HostExchange
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 from tests.engine.twins import SHARDED

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_zero as zero
 from hf_zero.engine.parameters import records
-from hf_zero.engine.units.residency import Tenure
+from hf_zero.engine.units.storage.residency import Tenure
 from tests.engine.twins import EXCHANGES, SHARDED, STAGES, Block, Net, Twins, batch, square_loss
 from tests.ranks import on_ranks
 

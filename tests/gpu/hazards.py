@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
-from hf_zero.comm import torch_groups
+from hf_zero.comm.groups import torch_groups
 from hf_zero.optim.choice import stepping_of, worlds_of
 from tests.gpu.training import BLOCKS, LLAMA, STAGES, STEPS, adamw, batch_of, furthest, train
 from tests.models import Case, Stack, make_model, stack_batch

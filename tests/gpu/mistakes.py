@@ -25,9 +25,9 @@ from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.modules.beside import Arrival, CopyStream
 from hf_zero.engine.parameters.host_rows import HostRows
-from hf_zero.engine.units import from_host
 from hf_zero.engine.units import unit as unit_module
 from hf_zero.engine.units.gathering import Gathering
+from hf_zero.engine.units.storage import from_host
 from hf_zero.engine.units.unit import Unit
 from tests.gpu.training import BLOCKS, adamw, train
 from tests.models import CASES, Stack, make_model, stack_batch

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_zero as zero
-from hf_zero.comm import wire
+from hf_zero.comm.backends import wire
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of

@@ -19,7 +19,7 @@ from hf_zero.plan.activations import Kept, activations
 from hf_zero.plan.memory import Holding, Setting, predict
 from hf_zero.plan.shapes import ModelShape, shapes_of
 from hf_zero.plan.summary import model_states
-from hf_zero.sharding.experts import find_experts
+from hf_zero.sharding.axes.experts import find_experts
 from tests.experts import make
 from tests.plan.test_memory import peak_of
 from tests.ranks import run_ranks

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.model_state import write_model
 from hf_zero.comm.exchange import Exchange
 from hf_zero.comm.host.one_host import HostExchange
 from hf_zero.engine.backward.backward import Backward
-from hf_zero.engine.units.call import Call
+from hf_zero.engine.units.calls.call import Call
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.trace import recorder
 from hf_zero.trace.timeline import Timeline

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hf_zero.bench import devices
 from hf_zero.bench.comm.measure import measure
 from hf_zero.bench.processes import options, report
+from hf_zero.comm.groups.select import all_collectives, make_collectives
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import all_collectives, make_collectives
 
 _TIMEOUT_S = 120.0
 

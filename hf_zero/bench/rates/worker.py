@@ -17,8 +17,8 @@ from hf_zero.bench import devices
 from hf_zero.bench.processes import options, report
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from hf_zero.layout import RowLayout
 from hf_zero.plan.shapes import configuration
 

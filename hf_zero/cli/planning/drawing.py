@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_zero.cli.plan import Row
+    from hf_zero.cli.planning.row import Row
     from hf_zero.plan.shapes import ModelShape
 
 _COLOURS = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hf_zero.tables import size_told as size
 
 if TYPE_CHECKING:
-    from hf_zero.cli.plan import Row
+    from hf_zero.cli.planning.row import Row
     from hf_zero.plan.memory import Holding
     from hf_zero.plan.shapes import ModelShape
 

@@ -83,7 +83,7 @@ def shared(model: nn.Module, args: argparse.Namespace) -> Iterator[None]:
     """
     from hf_zero.cli.planning.tensor_axis import shared_among
     from hf_zero.engine.parameters.experts import mark_experts
-    from hf_zero.sharding.experts import find_experts
+    from hf_zero.sharding.axes.experts import find_experts
     from hf_zero.sharding.sequence.checks import refuse_heads
 
     if args.sp > 1:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_zero.comm.groups import TENSOR_AXIS
+from hf_zero.comm.groups.process_groups import TENSOR_AXIS
 from hf_zero.errors import UsageError
-from hf_zero.sharding.tensor_parallel import share_layers
+from hf_zero.sharding.axes.tensor_parallel import share_layers
 
 
 @dataclass(frozen=True)

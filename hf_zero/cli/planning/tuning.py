@@ -11,7 +11,7 @@ from hf_zero.cli.planning.fitting import fits
 from hf_zero.config.wire import Wire
 
 if TYPE_CHECKING:
-    from hf_zero.cli.plan import Row
+    from hf_zero.cli.planning.row import Row
     from hf_zero.cli.planning.timing import Clock
     from hf_zero.plan.shapes import ModelShape
 

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_zero.comm import torch_groups
 from hf_zero.comm.beside import waits
 from hf_zero.comm.beside.progress import unit_begun
 from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.waits import ADVICE, FEWER, Place
-from hf_zero.comm.groups import default_group
+from hf_zero.comm.groups import torch_groups
+from hf_zero.comm.groups.process_groups import default_group
 from hf_zero.errors import CollectiveError
 from hf_zero.host import beside
 

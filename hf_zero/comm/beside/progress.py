@@ -12,10 +12,10 @@ import weakref
 from collections import Counter, defaultdict, deque
 from functools import partial
 
-from hf_zero.comm import torch_groups
 from hf_zero.comm.beside import waits
 from hf_zero.comm.beside.waits import Place
-from hf_zero.comm.groups import default_group
+from hf_zero.comm.groups import torch_groups
+from hf_zero.comm.groups.process_groups import default_group
 
 Progress = dict[str, dict[str, int]]
 

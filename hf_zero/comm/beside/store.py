@@ -5,7 +5,7 @@ Unlike an agreement, nobody has to come: who reads finds what was written, or no
 
 from __future__ import annotations
 
-from hf_zero.comm import torch_groups
+from hf_zero.comm.groups import torch_groups
 
 
 class Notes:

@@ -24,7 +24,7 @@ import torch
 
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import told
-from hf_zero.comm.groups import default_group
+from hf_zero.comm.groups.process_groups import default_group
 from hf_zero.host import beside
 
 logger = logging.getLogger(__name__)

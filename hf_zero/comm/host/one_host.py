@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_zero.comm.beside import waits
 from hf_zero.comm.collectives import Collectives, Rows, add, divide
 from hf_zero.comm.exchange import Exchange, InFlight
-from hf_zero.comm.groups import Axis
+from hf_zero.comm.groups.process_groups import Axis
 from hf_zero.comm.host import memory as host_memory
 from hf_zero.comm.host.board import BOARD_BYTES, Board, Lane, Posted, is_short
 from hf_zero.comm.ledger import LedgerLine

@@ -24,7 +24,7 @@ from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks, those_ho
 from hf_zero.engine.parameters.whole import when_exchanged
 from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.call import Call, Entry, check_not_outdated
+from hf_zero.engine.units.calls.call import Call, Entry, check_not_outdated
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.reading import Read, connected
 from hf_zero.engine.units.unit import Unit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 
 from hf_zero.engine.backward.accumulation import Accumulation
-from hf_zero.engine.units.call import Call, next_event
-from hf_zero.engine.units.residency import Lease
+from hf_zero.engine.units.calls.call import Call, next_event
+from hf_zero.engine.units.storage.residency import Lease
 
 
 class Session:

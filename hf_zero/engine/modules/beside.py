@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.units.from_host import Upload
+from hf_zero.engine.units.storage.from_host import Upload
 from hf_zero.errors import UsageError
 
 

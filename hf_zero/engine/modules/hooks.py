@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.parameters.records import as_seen
-from hf_zero.engine.units.call import Call, Entry
-from hf_zero.engine.units.forward_alone import CallAlone
+from hf_zero.engine.units.calls.call import Call, Entry
+from hf_zero.engine.units.calls.forward_alone import CallAlone
+from hf_zero.engine.units.calls.saved import SavedWeights
+from hf_zero.engine.units.calls.writes import check_numpy
 from hf_zero.engine.units.reading import connected, replace_tensors, tensors_in
-from hf_zero.engine.units.saved import SavedWeights
-from hf_zero.engine.units.writes import check_numpy
 from hf_zero.errors import UsageError
 from hf_zero.under_way import has_raised
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.changes import Changes
-from hf_zero.comm.groups import default_group
+from hf_zero.comm.groups.process_groups import default_group
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 

@@ -33,7 +33,7 @@ from hf_zero.comm.beside.progress import Progress, is_ahead, progress
 from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
-from hf_zero.comm.groups import default_group
+from hf_zero.comm.groups.process_groups import default_group
 from hf_zero.engine.ranks.apart import Apart, line_of_program
 from hf_zero.engine.ranks.leaving import before_leaving, only_returns
 from hf_zero.engine.ranks.offers import Offers, Served

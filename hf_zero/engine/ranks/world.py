@@ -19,16 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
-from hf_zero.comm import together, torch_groups
-from hf_zero.comm.axes import Axes
+from hf_zero.comm import together
+from hf_zero.comm.backends.wire import WireCollectives
 from hf_zero.comm.beside import crossed
 from hf_zero.comm.beside.progress import leave_out
 from hf_zero.comm.beside.service import Peers
 from hf_zero.comm.collectives import Collectives, RowCollectives, Rows
-from hf_zero.comm.groups import default_group
+from hf_zero.comm.groups import torch_groups
+from hf_zero.comm.groups.axes import Axes
+from hf_zero.comm.groups.process_groups import default_group
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
-from hf_zero.comm.wire import WireCollectives
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision
 from hf_zero.engine.ranks.serving import Serving

@@ -15,15 +15,15 @@ from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, as_seen, pop, push
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.call import Call, Entry
-from hf_zero.engine.units.forward_alone import ForwardsAlone
+from hf_zero.engine.units.calls.call import Call, Entry
+from hf_zero.engine.units.calls.forward_alone import ForwardsAlone
+from hf_zero.engine.units.calls.writes import Reads, Written, check_same_on_all_ranks, check_written
 from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose
-from hf_zero.engine.units.memory import GatheredMemory
-from hf_zero.engine.units.residency import Lease, Residency
 from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, Turn, first_uses
+from hf_zero.engine.units.storage.memory import GatheredMemory
+from hf_zero.engine.units.storage.residency import Lease, Residency
 from hf_zero.engine.units.unit import Unit
-from hf_zero.engine.units.writes import Reads, Written, check_same_on_all_ranks, check_written
 from hf_zero.errors import UsageError
 from hf_zero.host import progress
 from hf_zero.under_way import is_method_running

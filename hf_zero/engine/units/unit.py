@@ -25,11 +25,11 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, gathered
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.axes import UnitAxes
-from hf_zero.engine.units.from_host import Upload, go_ahead, going_up
-from hf_zero.engine.units.memory import GatheredMemory, Slot, fill_own_rows, release_rows
-from hf_zero.engine.units.residency import NEXT, WHOLE, Lease, LiveCall, Residency, Tenure
-from hf_zero.engine.units.second_copy import SecondCopy
+from hf_zero.engine.units.storage.axes import UnitAxes
+from hf_zero.engine.units.storage.from_host import Upload, go_ahead, going_up
+from hf_zero.engine.units.storage.memory import GatheredMemory, Slot, fill_own_rows, release_rows
+from hf_zero.engine.units.storage.residency import NEXT, WHOLE, Lease, LiveCall, Residency, Tenure
+from hf_zero.engine.units.storage.second_copy import SecondCopy
 from hf_zero.errors import ZeroError
 from hf_zero.layout import place
 

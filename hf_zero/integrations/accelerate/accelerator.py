@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import whole_state_dict
-from hf_zero.comm.groups import default_group
+from hf_zero.comm.groups.process_groups import default_group
 from hf_zero.config.launched import tell_where_script_differs
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.engine import engine_of, live_engines

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # a backend that does not count
 
-from hf_zero.comm import torch_groups
+from hf_zero.comm.groups import torch_groups
 from tests.ranks import on_ranks
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hf_zero.comm.beside import watch
 from hf_zero.comm.collectives import Collectives, Rows
 from hf_zero.comm.exchange import Work
-from hf_zero.comm.groups import cells_of
+from hf_zero.comm.groups.process_groups import cells_of
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from hf_zero.layout import RowLayout
 from tests.ranks import run_ranks
 

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.comm.groups import cells_of
+from hf_zero.comm.groups.process_groups import cells_of
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.host import memory
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from tests.ranks import on_ranks
 
 

@@ -22,10 +22,10 @@ import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.engine.engine import ZeroEngine, engine_of
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
-from hf_zero.engine.units.residency import Tenure
+from hf_zero.engine.units.storage.residency import Tenure
 from hf_zero.errors import ConfigError, PartitionError, UsageError
 from hf_zero.plan.summary import summary
-from hf_zero.sharding.tensor_parallel import refuse_mixed_parts
+from hf_zero.sharding.axes.tensor_parallel import refuse_mixed_parts
 from tests.models import train
 from tests.ranks import by_hand, on_ranks, run_ranks
 from tests.tensor_axis import CONFIGS, load, loss_of, saved, shared_folder, tokens
@@ -348,7 +348,9 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks() -> None:
     with pytest.raises(UsageError, match=r"Muon .* tp_size"):
         muon.step()
     heads = shared_folder("heads")
-    with mock.patch("hf_zero.sharding.tensor_parallel.sum_gradients_over_tensor_axis"):  # as if the plan did not say so
+    with mock.patch(
+        "hf_zero.sharding.axes.tensor_parallel.sum_gradients_over_tensor_axis"
+    ):  # as if the plan did not say so
         incomplete, _ = _partitioned(heads, 3)
     with pytest.raises(UsageError, match=r"q_norm\.weight' differ between ranks that share its layer"):
         loss_of(incomplete, tokens(0, dist.get_rank() // 2)).backward()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import torch_groups
+from hf_zero.comm.groups import torch_groups
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, CollectiveError

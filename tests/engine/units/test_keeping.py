@@ -14,7 +14,7 @@ from torch import nn
 import hf_zero as zero
 from hf_zero.engine.units import keeping
 from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, choose
-from hf_zero.engine.units.residency import Residency
+from hf_zero.engine.units.storage.residency import Residency
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of
 from hf_zero.plan.summary import model_states, summary

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import torch_compat
-from hf_zero.engine.units.residency import Tenure
+from hf_zero.engine.units.storage.residency import Tenure
 from tests.engine.twins import EXCHANGES, SHARDED, Net, Twins
 from tests.ranks import on_ranks
 

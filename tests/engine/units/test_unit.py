@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_zero.engine.units.residency import Residency
+from hf_zero.engine.units.storage.residency import Residency
 from hf_zero.engine.units.unit import Unit
 from hf_zero.layout import place
 from tests.engine.twins import SHARDED, Net, Twins, batch, square_loss

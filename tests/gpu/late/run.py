@@ -33,7 +33,7 @@ def make_up_for_torch() -> None:
             torch.utils.swap_tensors(tensor, nn.Parameter(new, tensor.requires_grad) if is_parameter else new)
 
     torch.__future__.set_swap_module_params_on_conversion(True)  # for `module.to`
-    importlib.import_module("hf_zero.sharding.cutting").put_on = put_on  # type: ignore[attr-defined]
+    importlib.import_module("hf_zero.sharding.axes.cutting").put_on = put_on  # type: ignore[attr-defined]
 
 
 def tell_accelerate(device: torch.device) -> None:

@@ -123,7 +123,7 @@ def _unbound(parent: Any) -> Iterator[None]:
 def connecting_on_demand() -> Iterator[None]:
     """Within: new groups of gloo's connect two ranks when they first talk to each other, and not each rank to all at once.
 
-    Torch reads the variable whenever it makes such a group; tests/comm/test_groups.py fails where it does no more.
+    Torch reads it whenever it makes such a group; tests/comm/groups/test_process_groups.py fails where it does no more.
     """
     before = os.environ.get(_LAZY_GLOO)
     os.environ[_LAZY_GLOO] = "1"

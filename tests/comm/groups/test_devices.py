@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.utils import _foreach_utils
 
 from hf_zero import torch_compat
-from hf_zero.comm import select, torch_groups
-from hf_zero.comm.devices import device_number
-from hf_zero.comm.groups import cells_of
+from hf_zero.comm.groups import select, torch_groups
+from hf_zero.comm.groups.devices import device_number
+from hf_zero.comm.groups.process_groups import cells_of
+from hf_zero.comm.groups.select import make_collectives
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives
 from hf_zero.errors import ConfigError
 from tests.ranks import on_ranks
 

@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.engine.parameters.host_rows import HostRows, wait_for_computation
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.units.memory import Slot
+from hf_zero.engine.units.storage.memory import Slot
 from hf_zero.host.cores import on_all_cores
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
-from hf_zero.comm.groups import TENSOR_AXIS
+from hf_zero.comm.groups.process_groups import TENSOR_AXIS
 from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.parameters.tensor_axis import (
     is_over_tensor_axis,
@@ -28,7 +28,7 @@ from hf_zero.engine.parameters.tensor_axis import (
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.sharding.shared_experts import with_experts_of_our_own
+from hf_zero.sharding.axes.shared_experts import with_experts_of_our_own
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hf_zero.engine.modules.experts import Dispatch
 from hf_zero.engine.parameters.experts import Routes, mark_experts, so_many_experts
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.sharding.shared_experts import SharedExperts
+from hf_zero.sharding.axes.shared_experts import SharedExperts
 
 _MARK_OF_TRANSFORMERS = "_is_expert_parallel"
 

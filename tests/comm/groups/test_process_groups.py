@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import groups, torch_groups
+from hf_zero.comm.groups import process_groups as groups
+from hf_zero.comm.groups import torch_groups
 from hf_zero.errors import UsageError
 from tests.ranks import on_ranks
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_zero.comm.backends.pairwise import sum_in_order
 from hf_zero.comm.collectives import Collectives, RowCollectives, Rows, divide
 from hf_zero.comm.exchange import Exchange
-from hf_zero.comm.pairwise import sum_in_order
 from hf_zero.layout import RowLayout
 
 BLOCK = 256

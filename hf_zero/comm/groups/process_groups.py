@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_zero.comm import torch_groups
+from hf_zero.comm.groups import torch_groups
 from hf_zero.comm.ledger import Ledger
 from hf_zero.errors import ConfigError, UsageError
 

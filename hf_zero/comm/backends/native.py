@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm import torch_groups
 from hf_zero.comm.collectives import Collectives, Rows, divide
 from hf_zero.comm.copies import padded_copies_of
 from hf_zero.comm.exchange import Exchange
+from hf_zero.comm.groups import torch_groups
 
 
 class NativeCollectives(Collectives):

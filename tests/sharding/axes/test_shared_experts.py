@@ -18,8 +18,8 @@ from transformers.distributed import DistributedConfig
 import hf_zero as zero
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.plan.summary import summary
+from hf_zero.sharding.axes.shared_experts import SharedExperts
 from hf_zero.sharding.loading import checkpoint_shapes, names_to_read_whole
-from hf_zero.sharding.shared_experts import SharedExperts
 from tests.engine.twins import NEAR, SHARDED, assert_same, whole
 from tests.experts import make
 from tests.ranks import on_ranks, run_alone

@@ -23,8 +23,8 @@ from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.parameters.tensor_axis import is_over_tensor_axis
 from hf_zero.engine.ranks.world import STAYS_ON_DEVICE, World
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_quantised
-from hf_zero.sharding.experts import share_experts
-from hf_zero.sharding.tensor_parallel import distribute, remember_tensor_axis, share_resized
+from hf_zero.sharding.axes.experts import share_experts
+from hf_zero.sharding.axes.tensor_parallel import distribute, remember_tensor_axis, share_resized
 from hf_zero.sharding.whole_window import is_mapped
 
 

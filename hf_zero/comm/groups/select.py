@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm.alone import AloneCollectives
+from hf_zero.comm.backends.native import NativeCollectives
+from hf_zero.comm.backends.pairwise import PairwiseCollectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.devices import device_number
 from hf_zero.comm.exchange import InFlight
-from hf_zero.comm.groups import Axis, default_group
+from hf_zero.comm.groups.devices import device_number
+from hf_zero.comm.groups.process_groups import Axis, default_group
 from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.host.one_host import HostCollectives, connect
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.native import NativeCollectives
-from hf_zero.comm.pairwise import PairwiseCollectives
 from hf_zero.config.zero_config import COLLECTIVES_VARIABLE
 from hf_zero.errors import ConfigError
 

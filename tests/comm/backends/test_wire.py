@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hf_zero as zero
-from hf_zero.comm import wire
+from hf_zero.comm.backends import wire
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.units.unit import Unit
 from hf_zero.plan.summary import model_states

@@ -26,7 +26,7 @@ from hf_zero import torch_compat
 from hf_zero.changes import Changes
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
-from hf_zero.engine.units.residency import WHOLE
+from hf_zero.engine.units.storage.residency import WHOLE
 from hf_zero.engine.units.unit import Unit
 
 _changes = Changes()

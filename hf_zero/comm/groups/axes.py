@@ -31,14 +31,14 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_zero.comm import torch_groups
 from hf_zero.comm.alone import AloneCollectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.devices import device_number
-from hf_zero.comm.groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default_group, grid_over
+from hf_zero.comm.groups import torch_groups
+from hf_zero.comm.groups.devices import device_number
+from hf_zero.comm.groups.process_groups import SHARD_AXIS, TENSOR_AXIS, Cell, cells_of, default_group, grid_over
+from hf_zero.comm.groups.select import make_collectives, plain_choice
 from hf_zero.comm.host.memory import host_number
 from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.select import make_collectives, plain_choice
 from hf_zero.config.axes import check_experts_on_tensor_axis, sharing_sequences
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, UsageError

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, pop, push, shown_by
-from hf_zero.engine.units.forward_alone import CallAlone
+from hf_zero.engine.units.calls.forward_alone import CallAlone
+from hf_zero.engine.units.calls.saved import SavedWeights
+from hf_zero.engine.units.calls.writes import Written
 from hf_zero.engine.units.grouping import reads_in_backward
-from hf_zero.engine.units.residency import Lease
-from hf_zero.engine.units.saved import SavedWeights
+from hf_zero.engine.units.storage.residency import Lease
 from hf_zero.engine.units.unit import Unit
-from hf_zero.engine.units.writes import Written
 from hf_zero.errors import UsageError
 from hf_zero.under_way import calls_of
 

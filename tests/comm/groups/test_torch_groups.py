@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import torch_groups
+from hf_zero.comm.groups import torch_groups
 
 CUDA = torch.device("cuda", 3)
 CORE: Any = dist.distributed_c10d
