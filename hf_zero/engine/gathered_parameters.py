@@ -20,7 +20,7 @@ from hf_zero.engine.parameters.at_rest import lineage
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, gathered, put
-from hf_zero.engine.parameters.replaced import is_replaced, note_replaced, refuse
+from hf_zero.engine.parameters.replaced import current, note_replaced
 from hf_zero.engine.parameters.whole import STANDS_FOR, WholeParameter, attributes_of_users, retire
 from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.engine.ranks.world import World, world_that_cut
@@ -85,7 +85,6 @@ class GatheredParameters:
 
     Raises:
         UsageError: a parameter is in use by a forward or backward, or is not one of hf_zero's.
-        PartitionError: a parameter is held as it was before the model was partitioned.
         CollectiveError: a rank did not take part.
 
     Source: deepspeed.zero.GatheredParameters.
@@ -101,9 +100,7 @@ class GatheredParameters:
             chosen: list[Tensor] = list(params.parameters())
         else:
             chosen = [params] if isinstance(params, Tensor) else list(params)
-        for param in filter(is_replaced, chosen):
-            refuse(param)
-        self._params = list({id(param): param for param in chosen}.values()) if enabled else []
+        self._params = list({id(param): param for param in map(current, chosen)}.values()) if enabled else []
         self._modifier_rank = modifier_rank
         self._gathered: list[_Gathered] = []
         self._plain: list[tuple[Tensor, World]] = []

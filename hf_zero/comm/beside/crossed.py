@@ -16,27 +16,19 @@ exchange: see [Note: stuck on a device].
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
 import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hf_zero.comm.beside import waits
-from hf_zero.comm.beside.progress import unit_begun
+from hf_zero.comm.beside.in_torch import torch_waits
+from hf_zero.comm.beside.progress import numbers_in_groups, unit_begun
 from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.waits import ADVICE, FEWER, Place
-from hf_zero.comm.groups import torch_groups
-from hf_zero.comm.groups.process_groups import default_group
 from hf_zero.errors import CollectiveError
 from hf_zero.host import beside
 
 _PLACE, _VERDICT = "what it waits for", "who waits for whom"
-_OF_TORCH, _TORCH = "torch's default group", Path(inspect.unwrap(dist.barrier).__code__.co_filename)
-_OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single")
 LOOKS_EVERY_S = 1.0
 PATIENCE = 5  # looks that find the same wait, before anybody is asked
 
@@ -120,10 +112,9 @@ def _break_off(waiting: waits.Waiting) -> None:
 
 
 def _has_begun(place: Place) -> bool:
-    group = default_group()
-    if place.group == _OF_TORCH:
-        return group is None or torch_groups.sequence_number(group) >= place.number
-    return unit_begun(place) is not None
+    if place.unit:
+        return unit_begun(place) is not None
+    return numbers_in_groups().get(place.group, place.number) >= place.number
 
 
 def _answer_place(place: Any) -> Answer:
@@ -133,16 +124,11 @@ def _answer_place(place: Any) -> Answer:
 
 
 def _in_torch() -> Place | None:
-    """The call in which the program waits, if that is one of torch's that ends when all ranks of the default group have come.
-
-    A message of one rank to another does not: it may come late, while the others go on.
-    """
-    frame, group = sys._current_frames().get(threading.main_thread().ident or 0), default_group()
-    if frame is None or group is None or Path(frame.f_code.co_filename) != _TORCH:
+    """The call in which the program waits, if that is one of torch's that ends when all ranks of a group have come."""
+    waits_in = torch_waits()
+    if waits_in is None or not waits_in.needs_all:
         return None
-    if frame.f_code.co_name not in _OF_ALL or frame.f_locals.get("group") not in (None, group):
-        return None
-    return Place(_OF_TORCH, f"torch.distributed.{frame.f_code.co_name}", torch_groups.sequence_number(group), "")
+    return Place(waits_in.group, f"torch.distributed.{waits_in.name}", waits_in.number, "")
 
 
 def _answer_verdict(told: Any) -> Answer:

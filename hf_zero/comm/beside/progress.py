@@ -3,16 +3,20 @@
 [Note: progress] All ranks run the same program. So the exchanges that a process has begun, counted by group and kind, say
 how far it is: if a peer has begun one that this process has not, it will not come any more to where this process is now. A peer
 that has begun no more may still come. Torch's default group counts too, since people wait in its barriers, and so do the groups
-that it makes, in which ranks wait for each other.
+that it makes, in which ranks wait for each other. What is begun in those may be begun by other threads, so it counts only while
+the program itself waits there.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from functools import partial
 
 from hf_zero.comm.beside import waits
+from hf_zero.comm.beside.in_torch import torch_waits
 from hf_zero.comm.beside.waits import Place
 from hf_zero.comm.groups import torch_groups
 from hf_zero.comm.groups.process_groups import default_group
@@ -20,6 +24,7 @@ from hf_zero.comm.groups.process_groups import default_group
 Progress = dict[str, dict[str, int]]
 
 _REMEMBERED = 256  # exchanges of a kind
+_MANY = sys.maxsize
 _PROGRAM, _BEGUN, _GROUPS, _ENDED = "the program", "begun", "groups", "ended"
 
 
@@ -77,6 +82,17 @@ def progress() -> Progress:
         if counts is not None:
             found[counts.group] = dict(counts.by_kind.copy())
     return found
+
+
+def numbers_in_groups() -> dict[str, int]:
+    """How many exchanges this process has begun in each of the program's groups."""
+    return {name: torch_groups.sequence_number(group) for name, group in torch_groups.groups_of_program().items()}
+
+
+def is_waiting_beyond(numbers: Mapping[str, int]) -> bool:
+    """Whether the program waits in one of its groups for an exchange that a process with these `numbers` has not begun."""
+    waits_in = torch_waits()
+    return waits_in is not None and not waits_in.is_between_two and numbers.get(waits_in.group, _MANY) < waits_in.number
 
 
 def unit_begun(place: Place) -> str | None:

@@ -27,7 +27,7 @@ class Place:
         group: the name of the ranks' group.
         kind: of exchange.
         number: of those of this kind that a rank has begun in the group, with this one.
-        unit: what travels; "" of one that torch makes in its default group.
+        unit: what travels; "" of one that the program makes by torch.
     """
 
     group: str

@@ -29,6 +29,7 @@ _set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d.
 _BOUND_BY_THEMSELVES = ("nccl2", "nccl-lazy")
 
 _cached_for: weakref.ref[object] | None = None
+_ours: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # made by `new_group_among`
 
 
 def forget_old_groups(default_group: object) -> None:
@@ -86,6 +87,7 @@ def new_group_among(
             device_id=device,
         )
     core._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    _ours.add(group)
     return cast(dist.ProcessGroup, group)
 
 
@@ -162,6 +164,12 @@ def sequence_number(group: dist.ProcessGroup) -> int:
         with contextlib.suppress(RuntimeError):  # not of torch's own, and does not count
             found += int(backend._get_sequence_number_for_group())
     return found
+
+
+def groups_of_program() -> dict[str, dist.ProcessGroup]:
+    """The groups that the program has made, with its default one, and this process is in, by their names."""
+    names = dist.distributed_c10d._world.pg_names.copy()
+    return {name: group for group, name in names.items() if group not in _ours}
 
 
 def _backends(group: Any) -> list[Any]:

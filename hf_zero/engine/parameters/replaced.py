@@ -1,15 +1,16 @@
-"""Parameters as they were before their model was partitioned: whoever still holds one and uses it is told.
+"""Parameters as they were before their model was partitioned: whoever still holds one uses what has taken its place.
 
-[Note: what the model no longer uses] Partitioning puts other objects into a model's modules. A closure, a list, a
-`functools.partial`, a private attribute or an optimizer may hold a parameter from before. Used on, it would be stale after
-the first step, and its gradient would be nobody's. So what has been replaced gets a class whose every use raises, and gives
-its memory back. It stays an object that can be held, compared by `is`, hashed, printed and copied, and knows what it was
-replaced by, so that optimizers can be bound anew. What lies below torch's overrides (a graph that was made before) finds NaN,
-and a backward that reaches it raises.
+[Note: what the model no longer uses] Partitioning puts other objects into a model's modules. A list that is clipped, a
+closure, a `functools.partial`, a private attribute or an optimizer may hold a parameter from before; under DDP that would be
+the model's own. So what has been replaced gets a class whose every use is one of the parameter that the model holds now, and
+gives its memory back. It stays an object that can be held, compared by `is`, hashed and printed; a deep copy of it is one of
+what the model holds, and a module that is given it registers that. Optimizers are bound anew. What lies below torch's overrides
+(a graph that was made before) finds NaN, and a backward that reaches it raises.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -18,15 +19,16 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.root import AtRest
+from hf_zero.engine.parameters.whole import attributes_of_users, is_of_users
 from hf_zero.errors import PartitionError
 
 _NOW = "_zero_now"
-_FACTS = frozenset(("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex"))
-_FACTS_READ = frozenset(("shape", "ndim", "dtype", "device"))
+_ACCESSES: dict[str, Callable[..., Any]] = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}
 
 
 class Replaced:
@@ -34,12 +36,25 @@ class Replaced:
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise, but for facts that still hold: who walks over all objects of a process asks for them."""
+        """Run it on what has taken the place, whose class may have methods and attributes of its own."""
+        given, named = pytree.tree_map_only(Replaced, current, (args, kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name in _FACTS or (name == "__get__" and _attribute(func) in _FACTS_READ):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        refuse(next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Replaced)))
+        if name in _ACCESSES and (attribute := _attribute(func)):
+            return _ACCESSES[name](given[0], attribute, *given[1 : 2 if name == "__set__" else 1])
+        if given and getattr(Tensor, name, None) is func:
+            return getattr(given[0], name)(*given[1:], **named)
+        return func(*given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == _NOW:
+            raise AttributeError(name)
+        return getattr(current(cast(Tensor, self)), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name) or not is_of_users(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(current(cast(Tensor, self)), name, value)
 
     def __repr__(self) -> str:
         return f"Replaced(shape={tuple(cast(Tensor, self).shape)}, by={_name_of(cast(Tensor, self))})"
@@ -47,15 +62,16 @@ class Replaced:
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replaced:
-        """Itself: a copied model may hold it, as long as it is not used."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of what has taken its place: in a copied model, what its module holds."""
+        return copy.deepcopy(current(cast(Tensor, self)), memo)
 
 
 def replace(old: nn.Parameter, now: nn.Parameter) -> None:
-    """Let every use of `old` raise, and its memory go: the model holds `now` instead."""
+    """Let every use of `old` be one of `now`, which the model holds instead, and its memory go."""
     if old is now or isinstance(old, Replaced):
         return
+    _register_what_is_current()
     name = functools.partial(_name_of, now)
     with torch.no_grad():
         old.grad = None
@@ -66,8 +82,21 @@ def replace(old: nn.Parameter, now: nn.Parameter) -> None:
             torch_compat.set_local(old, _no_values(torch_compat.local_of(old)))
         else:
             old.data = _no_values(old.data)
+    for attribute in attributes_of_users(old):
+        if attribute in vars(now):
+            delattr(old, attribute)
     setattr(old, _NOW, now)
     old.__class__ = _replaced_class(type(old))
+
+
+@functools.cache
+def _register_what_is_current() -> None:
+    """Let a module that is given what has been replaced register what has taken its place, from now on in this process."""
+    register_module_parameter_registration_hook(cast(Any, _what_is_current))
+
+
+def _what_is_current(module: nn.Module, name: str, param: Tensor | None) -> Tensor | None:
+    return current(param) if isinstance(param, Tensor) and isinstance(param, Replaced) else None
 
 
 def note_replaced(old: nn.Parameter, now: nn.Parameter) -> None:
@@ -111,19 +140,6 @@ def _name_of(param: Tensor) -> str:
 
 def _refuse_gradient(name: Callable[[], str], gradient: Tensor) -> NoReturn:
     raise PartitionError(
-        f"a graph that was made before the model was partitioned has a gradient for {name()}, {_ADVICE}"
+        f"a graph that was made before the model was partitioned has a gradient for {name()}, but the model no longer uses "
+        "what it was made of: run the forward again"
     )
-
-
-def refuse(param: Any) -> NoReturn:
-    """Raise: a parameter is used that has been replaced."""
-    raise PartitionError(
-        f"{_name_of(param)} is used as it was before the model was partitioned, kept in an optimizer, a list, a closure or an "
-        f"attribute, {_ADVICE}"
-    )
-
-
-_ADVICE = (
-    "but the model no longer uses that: it would be stale, and its gradient lost. Read the parameter from its module where it "
-    "is used"
-)

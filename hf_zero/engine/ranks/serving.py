@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.beside.progress import Progress, is_ahead, progress
+from hf_zero.comm.beside.progress import is_ahead, is_waiting_beyond, numbers_in_groups, progress
 from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
@@ -37,6 +36,7 @@ from hf_zero.comm.groups.process_groups import default_group
 from hf_zero.engine.ranks.apart import Apart, line_of_program
 from hf_zero.engine.ranks.leaving import before_leaving, only_returns
 from hf_zero.engine.ranks.offers import Offers, Served
+from hf_zero.engine.ranks.place import ProgramPlace
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
@@ -45,37 +45,6 @@ _SHORTEST_S, _LONGEST_S = 1e-4, 0.02  # between two looks at who has come
 _ASKS_AFTER_S = 0.05  # that the others have to come before they are asked, and between two times
 FEW_RANKS = 8  # up to so many, each stays for all others; beyond, for the first one only
 _STAYS_S = 0.1  # between two looks at who has left
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a rank is in the program.
-
-    Attributes:
-        reached: what it has begun together with others.
-        num_met: how many operations all ranks have come to.
-        version: how many steps and edits have begun.
-        is_apart: whether it has changed alone what it asks for.
-        what: the operation that it is about to begin.
-        on: what that reads.
-    """
-
-    reached: Progress
-    num_met: int
-    version: int
-    is_apart: bool = False
-    what: str = ""
-    on: str = ""
-
-    @property
-    def key(self) -> str:
-        """What ranks that come together have in common."""
-        return f"{self.num_met} {self.version} {self.what} {self.on}"
-
-    def is_same(self, other: _Place) -> bool:
-        """Whether nothing has been done together in between."""
-        differs = is_ahead(self.reached, other.reached) or is_ahead(other.reached, self.reached)
-        return self.num_met == other.num_met and not differs
 
 
 class ChangedAloneError(CollectiveError):
@@ -115,10 +84,10 @@ class Serving(Offers):
         self._timeout_s, self._device = timeout_s, device
         self.apart = Apart()
         self._num_met = 0
-        self._edits_at: _Place | None = None  # and on which line
+        self._edits_at: ProgramPlace | None = None  # and on which line
         self._edits_alone = False
-        self._waits_at: _Place | None = None
-        self._alone_at: _Place | None = None
+        self._waits_at: ProgramPlace | None = None
+        self._alone_at: ProgramPlace | None = None
         self._alone_for = ""  # the one operation that it does alone there; "": all
         self._is_leaving = False
         if peers is not None:
@@ -157,8 +126,8 @@ class Serving(Offers):
         """Where this rank is in the program: the same as before, as long as it has begun nothing together with others."""
         return self._here(), self.apart.tick
 
-    def _here(self, what: str = "", on: str = "", is_apart: bool = False) -> _Place:
-        return _Place(progress(), self._num_met, self.version, is_apart, what, on)
+    def _here(self, what: str = "", on: str = "", is_apart: bool = False) -> ProgramPlace:
+        return ProgramPlace(progress(), self._num_met, self.version, is_apart, what, on, numbers_in_groups())
 
     # --- does everyone come? ------------------------------------------------------------------------------------
 
@@ -200,12 +169,12 @@ class Serving(Offers):
         on = line or ("" if self._edits_at is None else self._edits_at.on)
         self._edits_at = self._here(on=on)
 
-    def _is_alone_at(self, here: _Place) -> bool:
+    def _is_alone_at(self, here: ProgramPlace) -> bool:
         """Whether this rank was seen to be alone at this place, for all that it does there or for this operation."""
         known = self._alone_at
         return known is not None and known.is_same(here) and self._alone_for in ("", here.key)
 
-    def _meet(self, notes: Notes, here: _Place) -> bool:
+    def _meet(self, notes: Notes, here: ProgramPlace) -> bool:
         assert self._peers is not None
         others = self._peers.others
         began = time.monotonic()
@@ -243,7 +212,7 @@ class Serving(Offers):
             return False
         return (len(here), min(here)) < (len(elsewhere), min(elsewhere))
 
-    def _see(self, rank: int, here: _Place) -> _Seen:
+    def _see(self, rank: int, here: ProgramPlace) -> _Seen:
         assert self._peers is not None
         try:
             seen, _ = self._peers.ask(rank, _PLACE, (self.name, here))
@@ -252,7 +221,7 @@ class Serving(Offers):
         assert isinstance(seen, _Seen)
         return seen
 
-    def seen_from(self, place: _Place) -> _Seen:
+    def seen_from(self, place: ProgramPlace) -> _Seen:
         """This rank, as seen by one that is at a place; called by the service."""
         waits_at = self._waits_at
         if self._has_left(place) or self._is_alone_beside(place):
@@ -261,16 +230,17 @@ class Serving(Offers):
             return _Seen.BEHIND
         return _Seen.THERE if waits_at.key == place.key else _Seen.CROSSED
 
-    def _is_alone_beside(self, place: _Place) -> bool:
+    def _is_alone_beside(self, place: ProgramPlace) -> bool:
         """Whether this rank, too, does alone what begins at a place, since a third one has passed it, or waits elsewhere."""
         own = self._alone_at
         return (
             own is not None and own.is_same(place) and own.is_same(self._here()) and self._alone_for in ("", place.key)
         )
 
-    def _has_left(self, place: _Place) -> bool:
+    def _has_left(self, place: ProgramPlace) -> bool:
         """Whether this rank has done all that comes before a place, and begun what comes after it."""
-        return self._is_leaving or is_ahead(progress(), place.reached) or self._num_met > place.num_met
+        is_past = self._is_leaving or is_ahead(progress(), place.reached) or self._num_met > place.num_met
+        return is_past or is_waiting_beyond(place.in_groups)
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
@@ -336,7 +306,7 @@ class Serving(Offers):
                 raise named(RuntimeError("timed out"), "what one rank reads alone", rank, self._timeout_s)
             time.sleep(_LONGEST_S)
 
-    def give_rows(self, asked_from: _Place, key: str, item: object) -> Answer:
+    def give_rows(self, asked_from: ProgramPlace, key: str, item: object) -> Answer:
         """This rank's rows, if they are those of the asker's place; called by the service."""
         seen = self.seen_from(asked_from)  # before the version: what it has begun counts all that came before
         version = self.version
@@ -356,21 +326,21 @@ class Serving(Offers):
         self._is_leaving = True
         return partial(self._stay, self._here())
 
-    def _stay(self, here: _Place) -> None:
+    def _stay(self, here: ProgramPlace) -> None:
         assert self._peers is not None
         others = self._peers.others
         remaining = others if len(others) < FEW_RANKS else others[:1]
         while remaining := [rank for rank in remaining if self._may_ask(rank, here)]:
             time.sleep(_STAYS_S)
 
-    def _may_ask(self, rank: int, here: _Place) -> bool:
+    def _may_ask(self, rank: int, here: ProgramPlace) -> bool:
         assert self._peers is not None
         try:
             return bool(self._peers.ask(rank, _LEAVING, (self.name, here))[0])
         except CollectiveError:
             return False  # it is gone
 
-    def may_ask(self, place: _Place) -> bool:
+    def may_ask(self, place: ProgramPlace) -> bool:
         """Whether this rank may still ask one that leaves from a place, and does not wait for it in an exchange."""
         return not self._is_leaving and not is_ahead(progress(), place.reached)
 
@@ -379,13 +349,13 @@ _by_name: weakref.WeakValueDictionary[str, Serving] = weakref.WeakValueDictionar
 _kept: list[Serving] = []  # until the exit
 
 
-def _answer_place(question: tuple[str, _Place]) -> Answer:
+def _answer_place(question: tuple[str, ProgramPlace]) -> Answer:
     name, place = question
     serving = _by_name.get(name)
     return (_Seen.PAST if serving is None else serving.seen_from(place)), None
 
 
-def _answer_rows(question: tuple[str, _Place, str, object]) -> Answer:
+def _answer_rows(question: tuple[str, ProgramPlace, str, object]) -> Answer:
     name, asked_from, key, item = question
     serving = _by_name.get(name)
     if serving is None:
@@ -394,7 +364,7 @@ def _answer_rows(question: tuple[str, _Place, str, object]) -> Answer:
         return serving.give_rows(asked_from, key, item)
 
 
-def _answer_leaving(question: tuple[str, _Place]) -> Answer:
+def _answer_leaving(question: tuple[str, ProgramPlace]) -> Answer:
     name, place = question
     serving = _by_name.get(name)
     return serving is not None and serving.may_ask(place), None

@@ -58,9 +58,12 @@ def test_ranks_that_run_other_units_are_told_on_all_of_them(collectives: str) ->
         assert "use stage 2; or leave that part whole, if it is frozen (ignored_params)" in said
 
 
-@on_ranks(2, stage=SHARDED, collectives=["pairwise", "host"])
-def test_a_rank_with_a_batch_less_that_waits_in_a_barrier_ends_the_wait(stage: int, collectives: str) -> None:
+@on_ranks(2, stage=SHARDED, collectives=["pairwise", "host"], in_a_group=[False, True])
+def test_a_rank_with_a_batch_less_that_waits_in_a_barrier_ends_the_wait(
+    stage: int, collectives: str, in_a_group: bool
+) -> None:
     model, rank = _sharded(stage, collectives), dist.get_rank()
+    group = dist.new_group() if in_a_group else None
     caught = None
     with _looking_often():
         for _ in range(2 - rank):
@@ -68,7 +71,7 @@ def test_a_rank_with_a_batch_less_that_waits_in_a_barrier_ends_the_wait(stage: i
                 model(torch.randn(2, 6), torch.randn(2, 6)).sum().backward()
             except CollectiveError as error:
                 caught = error
-        dist.barrier()
+        dist.barrier(group)
     if rank == 0:
         assert "but rank 1 is at torch.distributed.barrier, and each waits for the other" in str(caught)
     else:

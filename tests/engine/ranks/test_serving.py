@@ -105,6 +105,19 @@ def test_reads_of_rank_0_alone_others_make_a_group(stage: int) -> None:
     dist.new_group()  # in which the others wait for rank 0
 
 
+@on_ranks(2, 3, stage=SHARDED)
+def test_reads_of_rank_0_alone_others_wait_in_a_group_of_the_program(stage: int) -> None:
+    twins = Twins(stage)
+    twins.step()
+    group, began = dist.new_group(), time.monotonic()
+    if twins.rank == 0:
+        torch.testing.assert_close(_reads(twins.model), _plain_reads(twins.reference))
+    found = [None] * twins.num_ranks
+    dist.all_gather_object(found, twins.rank, group)
+    assert found == [*range(twins.num_ranks)] and time.monotonic() < began + SOON_S
+    twins.step()
+
+
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
 def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives)

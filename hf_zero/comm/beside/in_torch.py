@@ -1,0 +1,55 @@
+"""Where the program waits in torch's own calls that exchange something."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_zero.comm.groups import torch_groups
+from hf_zero.comm.groups.process_groups import default_group
+
+_TORCH = Path(inspect.unwrap(dist.barrier).__code__.co_filename)
+_OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single")
+_OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+
+
+@dataclass(frozen=True)
+class TorchWaits:
+    """A call of torch's in which the program is.
+
+    Attributes:
+        name: of the function.
+        group: the name of the group whose ranks exchange something.
+        number: how many exchanges this process has begun in it, with this one.
+    """
+
+    name: str
+    group: str
+    number: int
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it ends only when all ranks of the group have come."""
+        return self.name in _OF_ALL
+
+    @property
+    def is_between_two(self) -> bool:
+        """Whether it is a message of one rank to another, which may come late, while the others go on."""
+        return self.name in _OF_TWO
+
+
+def torch_waits() -> TorchWaits | None:
+    """The call of torch's in which the program is, as other threads see it; None in groups that the program has not made."""
+    frame, default = sys._current_frames().get(threading.main_thread().ident or 0), default_group()
+    if frame is None or default is None or Path(frame.f_code.co_filename) != _TORCH:
+        return None
+    given = frame.f_locals.get("group")
+    for name, group in torch_groups.groups_of_program().items():
+        if group is given or (given is None and group is default):
+            return TorchWaits(frame.f_code.co_name, name, torch_groups.sequence_number(group))
+    return None

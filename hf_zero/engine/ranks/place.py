@@ -1,0 +1,41 @@
+"""Where a rank is in the program, as it is told to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hf_zero.comm.beside.progress import Progress, is_ahead
+
+
+@dataclass(frozen=True)
+class ProgramPlace:
+    """Where a rank is in the program.
+
+    Attributes:
+        reached: what it has begun together with others.
+        num_met: how many operations all ranks have come to.
+        version: how many steps and edits have begun.
+        is_apart: whether it has changed alone what it asks for.
+        what: the operation that it is about to begin.
+        on: what that reads.
+        in_groups: how many exchanges it has begun in the program's groups, by their names.
+    """
+
+    reached: Progress
+    num_met: int
+    version: int
+    is_apart: bool = False
+    what: str = ""
+    on: str = ""
+    in_groups: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What ranks that come together have in common."""
+        return f"{self.num_met} {self.version} {self.what} {self.on}"
+
+    def is_same(self, other: ProgramPlace) -> bool:
+        """Whether nothing has been done together in between."""
+        differs = is_ahead(self.reached, other.reached) or is_ahead(other.reached, self.reached)
+        return self.num_met == other.num_met and not differs
