@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from hf_zero.comm.groups import torch_groups
 from hf_zero.comm.groups.process_groups import default_group
 
-_TORCH = Path(inspect.unwrap(dist.barrier).__code__.co_filename)
+_TORCH = Path(str(dist.distributed_c10d.__file__))
 _OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single")
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
