@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -362,6 +362,26 @@ def test_gathers_and_reductions_keep_an_order_each(choice: str) -> None:
     collectives.settle()
     assert torch.equal(whole, torch.tensor([1.0, 1.0, 2.0, 2.0]))
     assert torch.equal(output, 2 * torch.arange(4.0)[2 * rank : 2 * rank + 2])
+
+
+@on_ranks(2, first=[0, 1], choice=_CHOICES)
+def test_what_a_peer_has_not_come_to_yet_is_not_waited_for(first: int, choice: str) -> None:
+    collectives, layout = _make(choice, timeout_s=5), RowLayout((4,), 2)
+    outputs = [torch.empty(2), torch.empty(2)]
+    started = [
+        collectives.reduce_scatter([Rows(torch.ones(4), layout)], [out], f"{n}") for n, out in enumerate(outputs)
+    ]
+    dist.barrier()
+    if (
+        choice == "host" and collectives.rank == first
+    ):  # it sees that both are there, and reads the second one by the way
+        cast(Any, collectives)._board.lanes["reduce_scatter"].advance()
+    started[0].wait()
+    collectives.settle()
+    dist.barrier()  # until here the other waits for the second one no more than for anything else
+    started[1].wait()
+    collectives.settle()
+    assert torch.equal(torch.stack(outputs), torch.full((2, 2), 2.0))
 
 
 @on_ranks(2)

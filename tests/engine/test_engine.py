@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import hf_zero as zero
-from tests.engine.twins import SHARDED, SHORT_S, STAGES, Net, Twins, assert_same, batch, square_loss
+from tests.engine.twins import EXCHANGES, SHARDED, SHORT_S, STAGES, Net, Twins, assert_same, batch, square_loss
 from tests.ranks import on_ranks
 
 # ---- passes ----------------------------------------------------------------------------------------------------------
@@ -31,6 +32,61 @@ def test_two_models_train_apart_and_through_each_other(stage: int) -> None:
             (right(left(batch(7, rank))).pow(2).mean() / len(ranks)).backward()
     first.update()
     second.update()
+
+
+class _Encoder(nn.Module):
+    """Has parameters of its own beside those of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.net = nn.Parameter(torch.ones(3)), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * self.scale)
+
+
+class _Headed(nn.Module):
+    def __init__(self, encoder: nn.Module, width: int) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 3))
+
+    def forward(self, x: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        return self.head(self.encoder(x) if hidden is None else hidden)
+
+
+def _losses_of_both(models: list[Any], way: str, x: Tensor) -> Tensor:
+    """A loss that two models have together; the second one's is of its own encoding, or of the first one's."""
+    student, teacher = models
+    if way == "encoded apart":
+        return square_loss(student, x) + square_loss(teacher, x)
+    with torch.set_grad_enabled(way == "encoded once"):
+        hidden = student.encoder(x)
+    return square_loss(student, x) + teacher(hidden=hidden).pow(2).mean()
+
+
+@on_ranks(2, stage=SHARDED, collectives=EXCHANGES, is_frozen=[False, True])
+@pytest.mark.parametrize("way", ["encoded apart", "encoded once", "encoded without gradients"])
+def test_models_that_share_a_part_train_together(stage: int, collectives: str, is_frozen: bool, way: str) -> None:
+    torch.manual_seed(0)
+    encoder = _Encoder().requires_grad_(not is_frozen)
+    models = [_Headed(encoder, 5), _Headed(encoder, 4)]
+    references = copy.deepcopy(models)
+    for model in models:
+        zero.shard_model(model, zero.ZeroConfig(stage=stage, collectives=collectives, timeout_s=10))
+    optimizers = [torch.optim.AdamW(nn.ModuleList(each).parameters(), lr=0.01) for each in (models, references)]
+    for step in range(3):
+        _losses_of_both(models, way, batch(step, dist.get_rank())).backward()
+        for rank in range(2):
+            (_losses_of_both(references, way, batch(step, rank)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for model, reference in zip(models, references, strict=True):
+                for part, expected in ((model, reference), (model.encoder, reference.encoder)):
+                    torch.testing.assert_close(part(batch(9, 9)), expected(batch(9, 9)))
+        for model, reference in zip(models, references, strict=True):
+            assert_same(model, reference)
 
 
 @on_ranks(2, stage=STAGES)

@@ -102,6 +102,7 @@ class Lane:
         self._count = 0
         self._pending: deque[Posted] = deque()
         self._unread: deque[Posted] = deque()  # finished here, but not yet read by all peers
+        self._completed = 0  # the last that was waited for: who has posted later ones waits for them later, too
 
     def post(
         self,
@@ -144,15 +145,20 @@ class Lane:
         Raises:
             CollectiveError: a peer is gone, late, or at another exchange.
         """
+        self._completed = max(self._completed, posted.number)
         while self._pending and self._pending[0].number <= posted.number:
             self._wait(_POSTED, self._pending[0].number, self._pending[0].description, timeout_s)
             self._finish()
 
     def settle(self, description: str, timeout_s: float) -> None:
-        """Wait until the peers have read everything that was finished here."""
-        if self._unread:
-            self._wait(_READ, self._unread[-1].number, description, timeout_s)
-            self._unread.clear()
+        """Wait until the peers have read everything that this rank has waited for.
+
+        Of what it has finished by the way, they may still wait for something that needs this rank first.
+        """
+        if self._unread and self._unread[0].number <= self._completed:
+            self._wait(_READ, self._completed, description, timeout_s)
+            while self._unread and self._unread[0].number <= self._completed:
+                self._unread.popleft()
 
     def _finish(self) -> None:
         posted = self._pending.popleft()

@@ -25,7 +25,7 @@ from hf_zero.engine.parameters.partitioned_tensor import (
 )
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.parameters.user_hooks import take_hooks_along
-from hf_zero.engine.parameters.whole import STANDS_FOR, attributes_of_users, let_stand, nums_of_writes, retire
+from hf_zero.engine.parameters.whole import RECORD, STANDS_FOR, attributes_of_users, let_stand, nums_of_writes, retire
 from hf_zero.engine.ranks.world import World
 from hf_zero.host.scratch import Place
 from hf_zero.layout import RowLayout
@@ -287,13 +287,14 @@ def rows_at_rest(found: Sequence[tuple[ZeroParameter, Tensor]]) -> list[Tensor]:
 
 
 def at_rest(param: nn.Parameter) -> nn.Parameter:
-    """What a whole parameter stands for inside `GatheredParameters`; any other is at rest itself."""
-    found: nn.Parameter = vars(param).get(STANDS_FOR, param)
+    """What a whole parameter stands for, inside `GatheredParameters` or while its module is called; any other is at rest."""
+    known = vars(param)
+    found: nn.Parameter = known[RECORD].param if RECORD in known else known.get(STANDS_FOR, param)
     return found
 
 
 def at_rest_id(param: nn.Parameter | None) -> int:
-    """The id of a parameter; of the one that it stands for, inside `GatheredParameters`."""
+    """The id of a parameter; of the one that it stands for."""
     return id(None if param is None else at_rest(param))
 
 

@@ -31,7 +31,7 @@ STANDS_FOR = "_zero_stands_for"
 _BEFORE_NUMPY = "_zero_before_numpy"
 WHEN_EXCHANGED = "_zero_when_exchanged"
 _OF_TORCH = ("_spec", "_local_tensor")  # that are set for every gradient
-_COUNTER, _MOVED, _RECORD = "_zero_counter", "_zero_moved", "_zero_record"
+_COUNTER, _MOVED, RECORD = "_zero_counter", "_zero_moved", "_zero_record"
 
 
 def is_of_users(name: str) -> bool:
@@ -134,7 +134,7 @@ class Whole(Shares, Tensor):
 
     def everywhere(self) -> list[Tensor]:
         """See `Shares`."""
-        record: Record | None = vars(self).get(_RECORD)
+        record: Record | None = vars(self).get(RECORD)
         return [] if record is None else record.everywhere()
 
     def before_write(self) -> None:
@@ -192,7 +192,7 @@ def let_stand(pairs: Iterable[tuple[Tensor, Record]]) -> None:
     for tensor, record in pairs:
         if type(tensor) is Tensor:
             tensor.__class__ = SharedWhole if record.is_shared else Whole
-            vars(tensor)[_RECORD] = record
+            vars(tensor)[RECORD] = record
 
 
 def nums_of_writes(tensors: Sequence[Tensor]) -> list[int]:

@@ -85,8 +85,8 @@ class World(Axes):
             ConfigError: the number of ranks does not fit the config, or the ranks have different configs.
             UsageError: there is no process group yet, or this rank is not in the mesh.
         """
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        group = default_group()
+        device = torch.empty(0, device=device).device  # as tensors tell theirs: "cpu", which is not equal to "cpu:0"
+        launched, group = int(os.environ.get("WORLD_SIZE", "1")), default_group()
         if launched > 1 and group is None:
             raise UsageError(
                 f"this is one of {launched} launched processes, but there is no process group yet: make the "

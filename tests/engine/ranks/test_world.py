@@ -62,3 +62,9 @@ def test_what_the_first_rank_finds_is_known_to_all() -> None:
     assert world.from_first(lambda: [world.rank], "looking", CheckpointError) == [0]
     with pytest.raises(CheckpointError, match=r"^looking: rank 0: ZeroDivisionError"):
         world.from_first(lambda: 1 / world.rank, "looking", CheckpointError)
+
+
+@on_ranks(2)
+def test_a_device_is_told_as_tensors_tell_it() -> None:
+    world = World.create(ZeroConfig(stage=3), torch.device("cpu", 0))  # as transformers tells a rank's
+    assert world.device == torch.empty(0).device == torch.device("cpu")
