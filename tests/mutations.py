@@ -217,6 +217,12 @@ MUTATIONS = {
         "if False:",
         "tests/comm/test_faults.py",
     ),
+    "the end of one reduction waits for others": Mutation(
+        "comm/host/board.py",
+        "self._wait(_READ, self._completed, description, timeout_s)",
+        "self._wait(_READ, self._unread[-1].number, description, timeout_s)",
+        "tests/comm/test_collectives.py",
+    ),
     "own rows stay exact on the wire": Mutation(
         "comm/backends/wire.py",
         "unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])",
@@ -317,6 +323,24 @@ MUTATIONS = {
         "tests/sharding/test_loading.py",
     ),
     # ranks
+    "waits in groups of the program are not seen": Mutation(
+        "engine/ranks/serving.py",
+        "return is_past or is_waiting_beyond(place.in_groups)",
+        "return is_past",
+        "tests/engine/ranks/test_serving.py",
+    ),
+    "parameters from before are given to modules as they are": Mutation(
+        "engine/parameters/replaced.py",
+        "register_module_parameter_registration_hook(cast(Any, _what_is_current))",
+        "pass",
+        "tests/engine/parameters/test_replaced.py",
+    ),
+    "another call's tensors are a change": Mutation(
+        "engine/parameters/records.py",
+        "known[RECORD].param if RECORD in known else known.get(STANDS_FOR, param)",
+        "known.get(STANDS_FOR, param)",
+        "tests/engine/test_engine.py",
+    ),
     "crossed waits are not seen": Mutation(
         "comm/beside/crossed.py",
         "if place.kind in waits.ORDERED_KINDS and unit not in (None, place.unit):",
