@@ -323,6 +323,12 @@ MUTATIONS = {
         "tests/sharding/test_loading.py",
     ),
     # ranks
+    "what graphs of backwards read is released": Mutation(
+        "engine/units/storage/for_graphs.py",
+        "if unit.comes_and_goes and unit not in self._leases:",
+        "if False:",
+        "tests/engine/test_gradients_of_gradients.py",
+    ),
     "waits in groups of the program are not seen": Mutation(
         "engine/ranks/serving.py",
         "return is_past or is_waiting_beyond(place.in_groups)",

@@ -245,12 +245,10 @@ class Backward:
 
     def on_root_gradient(self, gradient: Tensor) -> None:
         """The gradient of an output of the model is there."""
-        refuse_create_graph()
         self.begin()
 
     def on_call_begin(self, call: Call, tensors: list[Tensor]) -> None:
         """The first gradient of a call's outputs is there: its units must be whole while its backward runs."""
-        refuse_create_graph()
         session = self.begin()
         if call.session is session or call in session.open_calls:
             return
@@ -263,6 +261,8 @@ class Backward:
             return
         if not call.leases:
             self.gathering.acquire(call)
+        if session.is_differentiated:
+            self.gathering.for_graphs.hold(call.units)
         call.install(tensors, self.make_whole)
         call.entry.backward_call = call
 
@@ -306,6 +306,8 @@ class Backward:
             session = self.begin()
             self.gathering.tell_of_wait()
             session.leases.append(unit.acquire())
+        if self.session is not None and self.session.is_differentiated:
+            self.gathering.for_graphs.hold([unit])
 
     def _is_wanted(self, p: ZeroParameter) -> bool:
         """Whether the running backward is to give `p` a gradient: `backward(inputs=...)` names those that get one."""
@@ -332,7 +334,7 @@ class Backward:
 
     def _finish_call(self, call: Call, session: Session) -> None:
         """A call's backward is over: hand on its gradients, and put its units back."""
-        call.is_done = True
+        call.is_done = call.is_done or not session.is_differentiated
         gradients, call.gradients = call.gradients, {}
         for unit in call.units:
             found = gradients
@@ -375,6 +377,7 @@ class PlainBackward(Backward):
         def hook(_: Tensor) -> None:  # a tensor's hooks are invisible to the garbage collector: no cycle through them
             backward, known = owner(), of_parameter()
             if backward is not None and known is not None:
+                refuse_create_graph()
                 backward.begin().has_gradients = True
                 backward._reducer.arrived(known, backward._is_syncing)
 

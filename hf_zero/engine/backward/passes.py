@@ -94,11 +94,12 @@ def _call_those_due() -> None:
 
 
 def refuse_create_graph() -> None:
-    """Raise where the backward under way is to be differentiated again."""
+    """Raise where the backward under way, which gives a parameter a gradient, is to be differentiated again."""
     if torch.is_grad_enabled():
         raise UsageError(
             "backward with create_graph=True is not supported under ZeRO: gradients of partitioned parameters are reduced "
-            "outside autograd, so they cannot be differentiated again"
+            "outside autograd, so they cannot be differentiated again; those of inputs can: "
+            "`torch.autograd.grad(outputs, inputs, create_graph=True)`"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 
+import torch
+
 from hf_zero.engine.backward.accumulation import Accumulation
 from hf_zero.engine.units.calls.call import Call, next_event
 from hf_zero.engine.units.storage.residency import Lease
@@ -20,12 +22,14 @@ class Session:
         began: after the forwards that it may reach.
         reached: when the forward ended whose backward began last: what has begun later is over.
         is_for_all: whatever it reaches gets a gradient; see `Pass`.
+        is_differentiated: it makes a graph of its own, see [Note: gradients of gradients].
         token: dead once autograd has dropped its callback.
     """
 
     def __init__(self, gradients: Accumulation, is_for_all: bool) -> None:
         self.gradients = gradients
         self.is_for_all = is_for_all
+        self.is_differentiated = torch.is_grad_enabled()
         self.has_gradients = False
         self.leases: list[Lease] = []
         self.open_calls: set[Call] = set()

@@ -21,6 +21,7 @@ from hf_zero.engine.units.calls.writes import Reads, Written, check_same_on_all_
 from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose
 from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, Turn, first_uses
+from hf_zero.engine.units.storage.for_graphs import ForGraphs
 from hf_zero.engine.units.storage.memory import GatheredMemory
 from hf_zero.engine.units.storage.residency import Lease, Residency
 from hf_zero.engine.units.unit import Unit
@@ -68,6 +69,7 @@ class Gathering:
         self.changes = ChangeCount()
         self.settled: torch.Event | None = None
         self._held: list[Lease] = []  # of all units
+        self.for_graphs = ForGraphs()
         self._world = world
         self._parameters = parameters
         self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
@@ -348,6 +350,7 @@ class Gathering:
         told = dict.fromkeys(changed)
         if told:
             self.let_go()
+            self.for_graphs.let_go()
             self._note_that_rows_settle()
         self._edited.update(told)
         units = {

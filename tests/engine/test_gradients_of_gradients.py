@@ -1,0 +1,114 @@
+"""Gradients of inputs that are differentiated again: penalties on slopes, forces that are gradients of an energy."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.engine.twins import EXCHANGES, STAGES, Net, Twins, assert_same, batch, square_loss
+from tests.ranks import on_ranks
+
+
+def _slope(model: nn.Module, x: Tensor) -> Tensor:
+    """How far the norm of the output's gradient is from 1, as a penalty."""
+    x = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (grad.norm(dim=1) - 1).pow(2).mean()
+
+
+def _critic(model: nn.Module, x: Tensor) -> Tensor:
+    """WGAN-GP: three calls in one loss."""
+    fake = 0.5 * x.roll(1, 0)
+    return model(fake).mean() - model(x).mean() + 0.1 * _slope(model, 0.5 * (x + fake))
+
+
+def _slope_alone(model: nn.Module, x: Tensor) -> Tensor:
+    return _slope(model, x)
+
+
+def _forces(model: nn.Module, x: Tensor) -> Tensor:
+    """An energy and its forces, both fitted."""
+    x = x.detach().requires_grad_()
+    energy = model(x).pow(2).sum(dim=1)
+    (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True, retain_graph=True)
+    return (energy - 1).pow(2).mean() + (forces - x).pow(2).mean()
+
+
+def _third(model: nn.Module, x: Tensor) -> Tensor:
+    """A gradient of a gradient of a gradient."""
+    x = x.detach().requires_grad_()
+    (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.pow(2).sum(), x, create_graph=True)
+    return 0.01 * second.pow(2).mean() + model(x).pow(2).mean()
+
+
+LOSSES: list[Callable[[nn.Module, Tensor], Tensor]] = [_critic, _slope_alone, _forces, _third]
+
+
+@on_ranks(2, 3, stage=STAGES, collectives=EXCHANGES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_of_inputs_are_differentiated(stage: int, collectives: str, loss: Any) -> None:
+    twins = Twins(stage, loss=loss, collectives=collectives)
+    twins.step(3)
+
+
+@on_ranks(2, stage=STAGES)
+def test_a_penalty_goes_back_later_than_other_losses(stage: int) -> None:
+    twins = Twins(stage, collectives="pairwise")
+    for _ in range(2):
+        for model in (twins.model, twins.reference):
+            ranks = range(2) if model is twins.reference else [twins.rank]
+            for rank in ranks:
+                x = batch(twins.steps_done, rank)
+                penalty = _slope(model, x)
+                for other in (x, 2 * x):
+                    (square_loss(model, other) / len(ranks)).backward()
+                with torch.no_grad():
+                    model(x)
+                (penalty / len(ranks)).backward()
+        twins.update()
+
+
+@on_ranks(2, stage=STAGES)
+def test_a_generator_and_its_critic_are_trained_in_turn(stage: int) -> None:
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    references = copy.deepcopy(models)
+    for model in models:
+        zero.shard_model(model, zero.ZeroConfig(stage=stage, collectives="pairwise"))
+    rank = dist.get_rank()
+    optimizers = [[torch.optim.AdamW(each.parameters(), lr=0.01) for each in pair] for pair in (models, references)]
+    for step in range(3):
+        for (generator, critic), (for_generator, for_critic), ranks in (
+            (models, optimizers[0], [rank]),
+            (references, optimizers[1], [0, 1]),
+        ):
+            for each in ranks:
+                x, fake = batch(step, each), generator(batch(step + 50, each)).detach()
+                loss = critic(fake).mean() - critic(x).mean() + 10 * _slope(critic, 0.5 * (x + fake))
+                (loss / len(ranks)).backward()
+            for_critic.step()
+            for_critic.zero_grad()
+            critic.requires_grad_(False)
+            for each in ranks:
+                (-critic(generator(batch(step + 50, each))).mean() / len(ranks)).backward()
+            for_generator.step()
+            for_generator.zero_grad()
+            critic.requires_grad_(True)
+        for model, reference in zip(models, references, strict=True):
+            assert_same(model, reference)
+
+
+@on_ranks(2)
+def test_units_stay_whole_until_parameters_change_and_no_longer() -> None:
+    twins = Twins(3, loss=_critic, collectives="pairwise", prefetch_bytes=0, reshard_after_forward=True)
+    for _ in range(3):
+        twins.step()
+        assert not any(unit.is_whole for unit in twins.engine.units)
+        _slope(twins.model, twins.own())
+        assert all(unit.is_whole for unit in twins.engine.units)
