@@ -568,7 +568,7 @@ def test_optimizer_in_backward_trains(stage: int) -> None:
 
 
 @on_ranks(2, stage=SHARDED)
-def test_backward_gives_gradients_to_the_inputs_named_and_grad_is_refused(stage: int) -> None:
+def test_backward_gives_gradients_to_the_inputs_named(stage: int) -> None:
     twins = Twins(stage)
     for _ in range(2):
         square_loss(twins.model, twins.own()).backward(inputs=[twins.model.head.weight, twins.model.blocks[0].up.bias])
@@ -577,12 +577,6 @@ def test_backward_gives_gradients_to_the_inputs_named_and_grad_is_refused(stage:
             "head.weight",
         ]
         twins.model.zero_grad()
-    twins.step()
-    loss = square_loss(twins.model, twins.own())
-    with pytest.raises(
-        zero.UsageError, match=r"autograd.grad does not work for the partitioned parameter 'head.weight'"
-    ):
-        torch.autograd.grad(loss, [twins.model.head.weight])
     twins.step()
 
 

@@ -360,7 +360,9 @@ def test_an_exception_in_a_constructor_leaves_torch_as_it_was() -> None:
         return [hooks, len(_get_current_function_mode_stack()), dict(vars(transformers.PreTrainedModel))]
 
     before = state()
-    assert before[:2] == [[0, 0], 0]
+    assert (
+        before[0][0] <= 1 and before[0][1:] == [0] and before[1] == 0
+    )  # a kept one, for parameters that were replaced
     with pytest.raises(ValueError, match="no such layer"), hf_zero.Init(STAGE_3):
         nn.Linear(3, 5)
         Broken()

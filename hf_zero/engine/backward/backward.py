@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hf_zero.engine.backward.landing import landing_of
 from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_passes, refuse_create_graph
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
+from hf_zero.engine.backward.wanted import handed_out, is_asked, is_wanted, reaches
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks, those_hooked_after
 from hf_zero.engine.parameters.whole import when_exchanged
@@ -26,9 +27,8 @@ from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.calls.call import Call, Entry, check_not_outdated
 from hf_zero.engine.units.gathering import Gathering
-from hf_zero.engine.units.reading import Read, connected
+from hf_zero.engine.units.reading import Read
 from hf_zero.engine.units.unit import Unit
-from hf_zero.errors import UsageError
 
 _OWN_REFERENCES = 2  # to a whole tensor, after its call's backward: of two lists
 
@@ -162,7 +162,9 @@ class Backward:
         if session is None or session.gradients.reducer is None:
             return
         # One that gives no parameter a gradient reduces nothing.
-        if session.has_gradients or any(self._is_wanted(p) for p in self._trained if p.param.requires_grad):
+        if session.has_gradients or any(
+            is_wanted(p, self._anchor_node) for p in self._trained if p.param.requires_grad
+        ):
             session.gradients.reducer.before_wait()
 
     def _end(self) -> None:
@@ -266,29 +268,34 @@ class Backward:
         call.install(tensors, self.make_whole)
         call.entry.backward_call = call
 
-    def on_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
-        """All gradients of a call's parameters are there (None: not used)."""
+    def on_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> Mapping[ZeroParameter, Tensor]:
+        """All gradients of a call's parameters are there (None: not used); returns what `torch.autograd.grad` asks for."""
         refuse_create_graph()
         session = self.begin()
         call.check_not_outdated()
-        session.has_gradients = True
         pairs = zip(call.parameters, gradients, strict=True)
         found = {p: g if type(g) is Tensor else torch_compat.complete(g) for p, g in pairs if g is not None}
-        if found and not self._runs(self._anchor_node, next(iter(found))):
-            found = {p: g for p, g in found.items() if self._is_wanted(p)}
+        asked = dict[ZeroParameter, Tensor]()
+        if found and not reaches(self._anchor_node):
+            asked = {p: handed_out(p, g) for p, g in found.items() if is_asked(p)}
+            found = {p: g for p, g in found.items() if is_wanted(p, self._anchor_node)}
+        session.has_gradients = session.has_gradients or not asked
         add_up(call.gradients, found)
         # A reentrant checkpoint inside the call runs a backward of its own: the rest of the call is still to come.
         if call not in session.open_calls or call.graph_task == torch_compat.graph_task():
             self._finish_call(call, session)
+        return asked
 
-    def on_read_gradient(self, read: Read, gradient: Tensor) -> None:
-        """The gradient of a parameter that was read outside its module's call is there."""
+    def on_read_gradient(self, read: Read, gradient: Tensor) -> Tensor | None:
+        """The gradient of a parameter that was read outside its module's call is there; returns it where it is asked for."""
         refuse_create_graph()
         session = self.begin()
         check_not_outdated(read.unit, read.epoch)
-        if self._is_wanted(read.parameter):
+        if is_wanted(read.parameter, self._anchor_node):
             session.has_gradients = True
             session.gradients.add(read.unit, {read.parameter: gradient})
+            return None
+        return handed_out(read.parameter, gradient) if is_asked(read.parameter) else None
 
     def on_gradient(self, p: ZeroParameter, gradient: Tensor) -> None:
         """This rank's whole gradient of what was computed of a parameter at rest is there."""
@@ -308,23 +315,6 @@ class Backward:
             session.leases.append(unit.acquire())
         if self.session is not None and self.session.is_differentiated:
             self.gathering.for_graphs.hold([unit])
-
-    def _is_wanted(self, p: ZeroParameter) -> bool:
-        """Whether the running backward is to give `p` a gradient: `backward(inputs=...)` names those that get one."""
-        (leaf,) = connected([p])
-        return self._runs(self._anchor_node, p) or (
-            leaf is not None and self._runs(torch_compat.gradient_node(leaf), p)
-        )
-
-    @staticmethod
-    def _runs(node: Any, p: ZeroParameter) -> bool:
-        try:
-            return torch_compat.will_run(node)
-        except RuntimeError as error:
-            raise UsageError(
-                f"torch.autograd.grad does not work for the partitioned parameter {p.name!r}, whose gradient is reduced over "
-                "the ranks: use `loss.backward()`, or `loss.backward(inputs=[...])`, and read `.grad`"
-            ) from error
 
     def _finish_calls(self, session: Session, before: Call | None = None) -> None:
         """Finish all calls, or those whose forward came after all of `before`: autograd runs the latest nodes first."""

@@ -51,9 +51,9 @@ class _Gather(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.engine.on_gradients(ctx.call, gradients)
-        return (None, None, None, *[None] * ctx.num_leaves)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        asked = ctx.engine.on_gradients(ctx.call, gradients)
+        return (None, None, None, *(map(asked.get, ctx.call.parameters) if asked else [None] * ctx.num_leaves))
 
 
 class ModuleHooks:

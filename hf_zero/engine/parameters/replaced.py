@@ -23,10 +23,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
+from hf_zero.changes import Changes
 from hf_zero.engine.parameters.at_rest.root import AtRest
 from hf_zero.engine.parameters.whole import attributes_of_users, is_of_users
 from hf_zero.errors import PartitionError
 
+_changes = Changes()
 _NOW = "_zero_now"
 _ACCESSES: dict[str, Callable[..., Any]] = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}
 
@@ -89,10 +91,11 @@ def replace(old: nn.Parameter, now: nn.Parameter) -> None:
     old.__class__ = _replaced_class(type(old))
 
 
-@functools.cache
 def _register_what_is_current() -> None:
-    """Let a module that is given what has been replaced register what has taken its place, from now on in this process."""
-    register_module_parameter_registration_hook(cast(Any, _what_is_current))
+    """Let a module that is given what has been replaced register what has taken its place, from now on."""
+    if not _changes:
+        _changes.keep()
+        _changes.also(register_module_parameter_registration_hook(cast(Any, _what_is_current)).remove)
 
 
 def _what_is_current(module: nn.Module, name: str, param: Tensor | None) -> Tensor | None:

@@ -51,8 +51,8 @@ class Receiver(Protocol):
 
     anchor: Tensor
 
-    def on_read_gradient(self, read: Read, gradient: Tensor) -> None:
-        """The gradient of a read is there."""
+    def on_read_gradient(self, read: Read, gradient: Tensor) -> Tensor | None:
+        """The gradient of a read is there; returns it where `torch.autograd.grad` asks for it."""
 
 
 def refuse_pickling() -> NoReturn:
@@ -143,10 +143,9 @@ class _Read(torch.autograd.Function):
         return whole[0].data  # no view of an input, of which autograd would let nobody write into views
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
-        if gradient is not None:
-            ctx.receiver.on_read_gradient(ctx.read, gradient)
-        return None, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        asked = None if gradient is None else ctx.receiver.on_read_gradient(ctx.read, gradient)
+        return None, asked, None, None, None
 
 
 def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
@@ -159,7 +158,8 @@ def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
 def connected(parameters: Sequence[ZeroParameter]) -> list[Tensor | None]:
     """Parameters as inputs of the function that stands for them in the graph, so that `backward(inputs=[p])` finds them.
 
-    Autograd passes no gradients on to them. It would call a plain parameter's own hooks nevertheless, with None.
+    Autograd passes gradients on to them where `torch.autograd.grad` asks for those. Else it would call a plain parameter's own
+    hooks, with None.
     """
     leaves: list[Tensor | None] = []
     for p in parameters:

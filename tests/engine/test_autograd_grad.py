@@ -1,4 +1,4 @@
-"""Gradients of inputs that are differentiated again: penalties on slopes, forces that are gradients of an energy."""
+"""`torch.autograd.grad`: gradients of inputs that are differentiated again, as in penalties on slopes, and of parameters."""
 
 import copy
 from collections.abc import Callable
@@ -112,3 +112,39 @@ def test_units_stay_whole_until_parameters_change_and_no_longer() -> None:
         assert not any(unit.is_whole for unit in twins.engine.units)
         _slope(twins.model, twins.own())
         assert all(unit.is_whole for unit in twins.engine.units)
+
+
+# ---- gradients of parameters -----------------------------------------------------------------------------------------
+
+
+def _asked(model: nn.Module) -> list[nn.Parameter]:
+    return [model.head.weight, model.blocks[0].up.bias, model.enter.weight]
+
+
+def _read_and_called(model: nn.Module, x: Tensor) -> Tensor:
+    """Uses the head's weight in its call, twice, and outside of it."""
+    return square_loss(model, x) + square_loss(model, 2 * x) + (model.head.weight**2).sum()
+
+
+@on_ranks(2, 3, stage=STAGES, collectives=EXCHANGES)
+def test_gradients_of_parameters_are_this_ranks_own(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    for loss in (square_loss, _read_and_called):
+        found, expected = (
+            torch.autograd.grad(loss(model, twins.own()), _asked(model)) for model in (twins.model, twins.reference)
+        )
+        torch.testing.assert_close(found, expected)
+        assert all(param.grad is None for param in twins.model.parameters())
+        twins.step()
+
+
+def _balanced(model: nn.Module, x: Tensor) -> Tensor:
+    """As in VQGAN: two losses, the second weighed by the norms of their gradients in the last layer."""
+    first, second = square_loss(model, x), model(x).abs().mean()
+    norms = [torch.autograd.grad(each, model.head.weight, retain_graph=True)[0].norm() for each in (first, second)]
+    return first + (norms[0] / (norms[1] + 1e-4)).detach() * second
+
+
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
+def test_losses_are_weighed_by_their_gradients_in_a_layer(stage: int, collectives: str) -> None:
+    Twins(stage, loss=_balanced, collectives=collectives).step(3)
