@@ -148,3 +148,30 @@ def _balanced(model: nn.Module, x: Tensor) -> Tensor:
 @on_ranks(2, stage=STAGES, collectives=EXCHANGES)
 def test_losses_are_weighed_by_their_gradients_in_a_layer(stage: int, collectives: str) -> None:
     Twins(stage, loss=_balanced, collectives=collectives).step(3)
+
+
+# ---- inside a forward ------------------------------------------------------------------------------------------------
+
+
+class _LossesInside(nn.Module):
+    """As the autoencoders that are trained with a critic: its forward differentiates what it has computed so far."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.net, self.critic, self.way = Net(), Net(), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "penalty":
+            return self.net(x).pow(2).mean() + _critic(self.critic, x)
+        y = self.net(x)
+        first, second = (y - x).pow(2).mean(), self.critic(y).mean()
+        last = self.net.head.weight
+        norms = [torch.autograd.grad(each, last, retain_graph=True)[0].norm() for each in (first, second)]
+        return first + (norms[0] / (norms[1] + 1e-4)).detach() * second
+
+
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
+@pytest.mark.parametrize("way", ["penalty", "balance"])
+def test_a_forward_may_differentiate_what_it_has_computed(stage: int, collectives: str, way: str) -> None:
+    twins = Twins(stage, make=lambda: _LossesInside(way), loss=lambda model, x: model(x), collectives=collectives)
+    twins.step(3)

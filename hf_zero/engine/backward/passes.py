@@ -19,10 +19,13 @@ import torch
 
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
+from hf_zero.engine.parameters.whole import RECORD, Whole
 from hf_zero.engine.units.keeping import note_failure
+from hf_zero.engine.units.reading import connected
 from hf_zero.errors import UsageError, ZeroError
 
 _KEY = "hf_zero pass"
+_INPUTS = 4  # the place of what gradients are asked for, among the arguments of `RUN_BACKWARD`
 _changes = Changes()
 _at_next: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -103,6 +106,18 @@ def refuse_create_graph() -> None:
         )
 
 
+def _of_parameters(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with parameters for what modules see of them: so gradients are those of all uses, not of one read."""
+    if len(args) <= _INPUTS or not any(isinstance(each, Whole) for each in args[_INPUTS]):
+        return args
+    return (*args[:_INPUTS], tuple(map(_as_parameter, args[_INPUTS])), *args[_INPUTS + 1 :])
+
+
+def _as_parameter(tensor: Any) -> Any:
+    record = vars(tensor).get(RECORD) if isinstance(tensor, Whole) else None
+    return tensor if record is None or connected([record])[0] is None else record.param
+
+
 @contextlib.contextmanager
 def _inside(around: Pass | None) -> Iterator[None]:
     """Within: a call inside a call."""
@@ -124,6 +139,7 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(*args, **kwargs)
         if _at_next:
             _call_those_due()
+        args = _of_parameters(args)
         begun = Pass(torch_compat.backward_is_for_all(*args, **kwargs))
         torch_compat.carry_into_backward(_KEY, begun)
         try:
