@@ -190,6 +190,7 @@ def test_launched_processes_without_a_group_are_refused() -> None:
 @on_ranks(2)
 def test_activate_is_idempotent_and_undo_puts_everything_back(folder: str) -> None:
     """Activate, activate again, another one, undo."""
+    undo()  # what other tests of this process have changed
     before = state_of_libraries()
     config = make_model(CASES["llama"]).config
     activate(ZERO_3, CPU)
