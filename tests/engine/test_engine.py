@@ -90,6 +90,28 @@ def test_models_that_share_a_part_train_together(stage: int, collectives: str, i
 
 
 @on_ranks(2, stage=STAGES)
+def test_a_part_that_one_rank_takes_away_and_puts_back_is_no_change(stage: int) -> None:
+    """As models do that save themselves without a part, on the main process alone."""
+    twins = Twins(stage, timeout_s=10)
+    twins.step()
+    if twins.rank == 0:
+        entered = twins.model.enter
+        del twins.model.enter
+        assert "enter.weight" not in twins.model.state_dict()
+        twins.model.enter = entered
+    for _ in range(2):
+        loss = twins.backward()
+        torch.testing.assert_close(loss, twins.backward_reference()[twins.rank])
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (twins.model, twins.reference)]
+        torch.testing.assert_close(*norms)
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.steps_done += 1
+    twins.assert_same_output()
+
+
+@on_ranks(2, stage=STAGES)
 def test_evaluation_before_and_between_steps(stage: int) -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         twins, x = Twins(stage), batch(99, 0)

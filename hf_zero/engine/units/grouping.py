@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -288,25 +287,32 @@ def roots_of(model: nn.Module, entries: set[int]) -> list[nn.Module]:
 
 
 class Structure:
-    """Which parameters and modules every module of a model holds, as it is when this is made."""
+    """Which parameters and modules every module of a model holds, under which names, as it is when this is made.
+
+    In whichever order: who takes a module away and puts it back (to save the model without it) has changed nothing, and may
+    have done so on one rank alone.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(weakref.ref(module), _ids_in(module, at_rest_id)) for module in model.modules()]
+        found = [(weakref.ref(module), _held_by(module)) for module in model.modules()]
+        self._held = [(module, [*by_name.values()], by_name) for module, by_name in found]
 
     def is_unchanged(self) -> bool:
         """Whether they hold the same now; every forward asks."""
-        for known, ids in self._held:
+        for known, ids, by_name in self._held:
             module = known()
             if module is None:
                 return False
             held = [*map(id, dict.values(module._parameters)), *map(id, module._modules.values())]
-            if held != ids and _ids_in(module, at_rest_id) != ids:
+            if held != ids and _held_by(module) != by_name:
                 return False
         return True
 
 
-def _ids_in(module: nn.Module, id_of: Callable[[Any], int]) -> list[int]:
-    return [*map(id_of, dict.values(module._parameters)), *map(id, module._modules.values())]
+def _held_by(module: nn.Module) -> dict[str, int]:
+    """The ids of what a module holds, by name; of parameters as they are at rest."""
+    parameters = {name: at_rest_id(param) for name, param in dict.items(module._parameters)}
+    return parameters | {name: id(each) for name, each in module._modules.items()}
 
 
 def reads_in_backward(module: nn.Module) -> bool:
