@@ -329,6 +329,12 @@ MUTATIONS = {
         "if False:",
         "tests/engine/test_autograd_grad.py",
     ),
+    "what a graph reads by the way is released": Mutation(
+        "engine/units/calls/saved.py",
+        "if not is_there or torch.is_grad_enabled():",
+        "if not is_there:",
+        "tests/engine/test_autograd_grad.py",
+    ),
     "waits in groups of the program are not seen": Mutation(
         "engine/ranks/serving.py",
         "return is_past or is_waiting_beyond(place.in_groups)",

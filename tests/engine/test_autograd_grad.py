@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
-from tests.engine.twins import EXCHANGES, STAGES, Net, Twins, assert_same, batch, square_loss
+from tests.engine.twins import EXCHANGES, STAGES, Near, Net, Twins, assert_same, batch, square_loss
 from tests.ranks import on_ranks
 
 
@@ -175,3 +175,26 @@ class _LossesInside(nn.Module):
 def test_a_forward_may_differentiate_what_it_has_computed(stage: int, collectives: str, way: str) -> None:
     twins = Twins(stage, make=lambda: _LossesInside(way), loss=lambda model, x: model(x), collectives=collectives)
     twins.step(3)
+
+
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
+def test_a_gradient_of_what_a_hook_has_caught_is_differentiated_later(stage: int, collectives: str) -> None:
+    """No output of the block has a gradient in the first pass, and its weights are whole from its forward."""
+    twins = Twins(stage, collectives=collectives, near=Near(1e-4, 1e-5), reshard_after_forward=stage != 3)
+    caught: list[Tensor] = []
+    for _ in range(2):
+        for model in (twins.model, twins.reference):
+            ranks = range(2) if model is twins.reference else [twins.rank]
+            handle = model.blocks[1].up.register_forward_hook(lambda module, args, output: caught.append(output))
+            for rank in ranks:
+                x = batch(twins.steps_done, rank).requires_grad_()
+                model(x)
+                (grad,) = torch.autograd.grad(caught.pop().tanh().sum(), x, create_graph=True)
+                assert all(
+                    unit.is_whole for unit in twins.engine.units if unit.name in ("enter", "blocks.0", "blocks.1")
+                )
+                (square_loss(model, x.detach()) / len(ranks)).backward()
+                caught.clear()
+                (grad.pow(2).sum() / len(ranks)).backward()
+            handle.remove()
+        twins.update()

@@ -16,7 +16,7 @@ from hf_zero.engine.backward.accumulation import Accumulation, add_up
 from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
 from hf_zero.engine.backward.landing import landing_of
-from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_passes, refuse_create_graph
+from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_passes, makes_graph, refuse_create_graph
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
 from hf_zero.engine.backward.wanted import handed_out, is_asked, is_wanted, reaches
@@ -313,7 +313,7 @@ class Backward:
             session = self.begin()
             self.gathering.tell_of_wait()
             session.leases.append(unit.acquire())
-        if self.session is not None and self.session.is_differentiated:
+        if makes_graph():
             self.gathering.for_graphs.hold([unit])
 
     def _finish_calls(self, session: Session, before: Call | None = None) -> None:

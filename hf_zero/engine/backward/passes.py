@@ -25,7 +25,10 @@ from hf_zero.engine.units.reading import connected
 from hf_zero.errors import UsageError, ZeroError
 
 _KEY = "hf_zero pass"
-_INPUTS = 4  # the place of what gradients are asked for, among the arguments of `RUN_BACKWARD`
+_CREATES_GRAPH, _INPUTS = (
+    3,
+    4,
+)  # places among the arguments of `RUN_BACKWARD`: the latter is what gradients are asked for
 _changes = Changes()
 _at_next: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -37,11 +40,13 @@ class Pass:
         is_over: it has returned or raised. A node that another thread still runs for it begins nothing any more.
         num_inside: calls inside it that are under way: reentrant checkpoints.
         is_for_all: it gives gradients to whatever it reaches; not `torch.autograd.grad`, nor `backward(inputs=...)`.
+        makes_graph: of itself, to be differentiated again (`create_graph=True`).
     """
 
-    def __init__(self, is_for_all: bool = True) -> None:
+    def __init__(self, is_for_all: bool = True, makes_graph: bool = False) -> None:
         self.is_over = False
         self.is_for_all = is_for_all
+        self.makes_graph = makes_graph
         self.num_inside = 0
         self._completions: list[Callable[[], None]] = []
         self._ends: list[Callable[[], None]] = []
@@ -70,6 +75,12 @@ def current_pass() -> Pass | None:
     """The call that this thread works for, whichever thread has made it."""
     found = torch_compat.carried_by_backward(_KEY)
     return found if isinstance(found, Pass) else None
+
+
+def makes_graph() -> bool:
+    """Whether the backward under way is to be differentiated again."""
+    found = current_pass()
+    return torch.is_grad_enabled() if found is None else found.makes_graph
 
 
 def hear_of_passes() -> None:
@@ -140,7 +151,9 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
         if _at_next:
             _call_those_due()
         args = _of_parameters(args)
-        begun = Pass(torch_compat.backward_is_for_all(*args, **kwargs))
+        begun = Pass(
+            torch_compat.backward_is_for_all(*args, **kwargs), len(args) > _CREATES_GRAPH and bool(args[_CREATES_GRAPH])
+        )
         torch_compat.carry_into_backward(_KEY, begun)
         try:
             result = original(*args, **kwargs)

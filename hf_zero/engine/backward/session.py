@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 
-import torch
-
 from hf_zero.engine.backward.accumulation import Accumulation
+from hf_zero.engine.backward.passes import makes_graph
 from hf_zero.engine.units.calls.call import Call, next_event
 from hf_zero.engine.units.storage.residency import Lease
 
@@ -29,7 +28,7 @@ class Session:
     def __init__(self, gradients: Accumulation, is_for_all: bool) -> None:
         self.gradients = gradients
         self.is_for_all = is_for_all
-        self.is_differentiated = torch.is_grad_enabled()
+        self.is_differentiated = makes_graph()
         self.has_gradients = False
         self.leases: list[Lease] = []
         self.open_calls: set[Call] = set()

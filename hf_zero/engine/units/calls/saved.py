@@ -107,7 +107,8 @@ class SavedWeights:
         if type(packed) is _SavedView:
             if packed.counter._version != packed.version:
                 _refuse_changed(packed.shape, packed.counter._version, packed.version)
-            if packed.unit.epoch != packed.epoch or packed.unit.residency not in WHOLE:
+            is_there = packed.unit.epoch == packed.epoch and packed.unit.residency in WHOLE
+            if not is_there or torch.is_grad_enabled():  # then a graph may be made, see [Note: gradients of gradients]
                 self._make_whole(packed.unit, packed.epoch)
             view = packed.unit.view(packed.offset_bytes, packed.shape, packed.strides, packed.dtype)
             return view if packed.seen_as is None else rows_like(view, packed.seen_as)
