@@ -364,24 +364,23 @@ def test_gathers_and_reductions_keep_an_order_each(choice: str) -> None:
     assert torch.equal(output, 2 * torch.arange(4.0)[2 * rank : 2 * rank + 2])
 
 
-@on_ranks(2, first=[0, 1], choice=_CHOICES)
-def test_what_a_peer_has_not_come_to_yet_is_not_waited_for(first: int, choice: str) -> None:
+@on_ranks(2, choice=_CHOICES)
+def test_what_a_peer_has_not_come_to_yet_is_not_waited_for(choice: str) -> None:
     collectives, layout = _make(choice, timeout_s=5), RowLayout((4,), 2)
-    outputs = [torch.empty(2), torch.empty(2)]
-    started = [
-        collectives.reduce_scatter([Rows(torch.ones(4), layout)], [out], f"{n}") for n, out in enumerate(outputs)
-    ]
-    dist.barrier()
-    if (
-        choice == "host" and collectives.rank == first
-    ):  # it sees that both are there, and reads the second one by the way
-        cast(Any, collectives)._board.lanes["reduce_scatter"].advance()
-    started[0].wait()
-    collectives.settle()
-    dist.barrier()  # until here the other waits for the second one no more than for anything else
-    started[1].wait()
-    collectives.settle()
-    assert torch.equal(torch.stack(outputs), torch.full((2, 2), 2.0))
+    for first in (0, 1):
+        outputs, started = [torch.empty(2), torch.empty(2)], list[Exchange]()
+        for turn in (False, True):
+            for number, output in enumerate(outputs) if turn is (collectives.rank == first) else ():
+                started.append(collectives.reduce_scatter([Rows(torch.ones(4), layout)], [output], f"unit {number}"))
+            dist.barrier()
+        if choice == "host" and collectives.rank == first:  # it sees both there, and reads the second one by the way
+            cast(Any, collectives)._board.lanes["reduce_scatter"].advance()
+        started[0].wait()
+        collectives.settle()
+        dist.barrier()  # until here the other waits for the second one no more than for anything else
+        started[1].wait()
+        collectives.settle()
+        assert torch.equal(torch.stack(outputs), torch.full((2, 2), 2.0))
 
 
 @on_ranks(2)
