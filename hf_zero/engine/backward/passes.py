@@ -25,10 +25,7 @@ from hf_zero.engine.units.reading import connected
 from hf_zero.errors import UsageError, ZeroError
 
 _KEY = "hf_zero pass"
-_CREATES_GRAPH, _INPUTS = (
-    3,
-    4,
-)  # places among the arguments of `RUN_BACKWARD`: the latter is what gradients are asked for
+_CREATES_GRAPH, _INPUTS = 3, 4  # among the arguments of `RUN_BACKWARD`; the latter: what gradients are asked for
 _changes = Changes()
 _at_next: list[weakref.WeakMethod[Callable[[], None]]] = []
 
