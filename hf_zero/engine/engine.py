@@ -24,7 +24,7 @@ from hf_zero.engine.parameters.left_behind import note_left_behind
 from hf_zero.engine.parameters.on_disk import offload_parameters
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor, set_owner
 from hf_zero.engine.parameters.quantised import as_shown
-from hf_zero.engine.parameters.records import ZeroParameter, as_seen, gathered
+from hf_zero.engine.parameters.records import ZeroParameter, as_seen
 from hf_zero.engine.parameters.whole import SharedWhole, Whole
 from hf_zero.engine.ranks.alike import SameInputs
 from hf_zero.engine.ranks.world import World
@@ -118,7 +118,6 @@ class ZeroEngine:
         self._buffers = {id(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         self._handles.append(model.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
-        self._handles.append(model.register_load_state_dict_post_hook(Hook(self._after_load)))  # type: ignore[no-untyped-call]
 
     def _build_units(self, model: nn.Module) -> None:
         torch_compat.let_compiled_code_take(Whole, SharedWhole)
@@ -378,10 +377,6 @@ class ZeroEngine:
     def mark_dirty(self) -> None:
         """All ranks have changed the rows of parameters behind torch's back: whole tensors are gathered again."""
         self.gathering.mark_dirty()
-
-    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        if not all(id(p.param) in gathered for p in self.parameters):  # else they change when they are put back
-            self.mark_dirty()
 
 
 def engine_of(model: nn.Module) -> ZeroEngine | None:

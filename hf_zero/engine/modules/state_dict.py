@@ -38,7 +38,8 @@ class CutStateDict:
         held = [found for found in named if self._is_held(found.param, assigns)]
         if not held:
             return  # inside GatheredParameters, perhaps on the rank alone whose changes count
-        self._world.meet("load_state_dict")  # a rank that still computes may read the values where they lie
+        if not self._world.serving.edits_alone():
+            self._world.meet("load_state_dict")  # a rank that still computes may read the values where they lie
         for found in held:
             param = found.param
             for key in [prefix + name for name in found.names if prefix + name in state_dict]:

@@ -13,8 +13,8 @@ class ProgramPlace:
     """Where a rank is in the program.
 
     Attributes:
-        reached: what it has begun together with others.
-        num_met: how many operations all ranks have come to.
+        world: the name under which the meetings of those that it is told are counted.
+        reached: what it has begun together with others, and how many operations all ranks of each group have come to.
         version: how many steps and edits have begun.
         is_apart: whether it has changed alone what it asks for.
         what: the operation that it is about to begin.
@@ -22,8 +22,8 @@ class ProgramPlace:
         in_groups: how many exchanges it has begun in the program's groups, by their names.
     """
 
+    world: str
     reached: Progress
-    num_met: int
     version: int
     is_apart: bool = False
     what: str = ""
@@ -33,9 +33,8 @@ class ProgramPlace:
     @property
     def key(self) -> str:
         """What ranks that come together have in common."""
-        return f"{self.num_met} {self.version} {self.what} {self.on}"
+        return f"{self.world} {self.reached.get(self.world)} {self.version} {self.what} {self.on}"
 
     def is_same(self, other: ProgramPlace) -> bool:
         """Whether nothing has been done together in between."""
-        differs = is_ahead(self.reached, other.reached) or is_ahead(other.reached, self.reached)
-        return self.num_met == other.num_met and not differs
+        return not is_ahead(self.reached, other.reached) and not is_ahead(other.reached, self.reached)

@@ -13,7 +13,7 @@ not. Usually there is none, since a step needs the asker's gradients. A rank tha
 still ask: see [Note: leaving].
 
 A rank that is merely late does not look like one that has passed, so that all ranks that run the same lines meet as ever. One
-that waits at another operation has not passed either: the fewer go on alone, and come there later.
+that waits at another operation, of another model too, has not passed either: the fewer go on alone, and come there later.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.beside.progress import is_ahead, is_waiting_beyond, numbers_in_groups, progress
+from hf_zero.comm.beside.progress import counts_of, is_ahead, is_waiting_beyond, numbers_in_groups, progress
 from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
@@ -65,7 +66,7 @@ class Serving(Offers):
     """What the ranks of one world may do alone; see [Note: alone].
 
     Args:
-        name: of the ranks' group, the same on all of them.
+        name: under which their meetings are counted, the same on all of them.
         peers: their services; None: nothing can be done alone.
         shards: the ranks over which parameters are cut, in order.
         timeout_s: that ranks wait for each other.
@@ -83,14 +84,12 @@ class Serving(Offers):
         self.name, self._peers, self._shards = name, peers, tuple(shards)
         self._timeout_s, self._device = timeout_s, device
         self.apart = Apart()
-        self._num_met = 0
         self._edits_at: ProgramPlace | None = None  # and on which line
         self._edits_alone = False
-        self._waits_at: ProgramPlace | None = None
-        self._alone_at: ProgramPlace | None = None
-        self._alone_for = ""  # the one operation that it does alone there; "": all
         self._is_leaving = False
         if peers is not None:
+            self._met = counts_of(name)
+            _program.alone_at = None  # all make this one
             _by_name[name] = self
             answer(_PLACE, _answer_place)
             answer(_ROWS, _answer_rows)
@@ -127,7 +126,7 @@ class Serving(Offers):
         return self._here(), self.apart.tick
 
     def _here(self, what: str = "", on: str = "", is_apart: bool = False) -> ProgramPlace:
-        return ProgramPlace(progress(), self._num_met, self.version, is_apart, what, on, numbers_in_groups())
+        return ProgramPlace(self.name, progress(), self.version, is_apart, what, on, numbers_in_groups())
 
     # --- does everyone come? ------------------------------------------------------------------------------------
 
@@ -145,14 +144,13 @@ class Serving(Offers):
         here = self._here(what, on)
         if default_group() is None or self._is_alone_at(here):
             return False
-        notes = Notes(f"coming {self.name}")
-        self._waits_at = here
+        _program.waits_at = here
         try:
-            has_all = self._meet(notes, here)
+            has_all = self._meet(Notes(self.name), here)
         finally:
-            self._waits_at = None
+            _program.waits_at = None
         if has_all:
-            self._num_met += 1
+            self._met.by_kind["meetings"] += 1
             self.apart.check(what)
         return has_all
 
@@ -171,8 +169,8 @@ class Serving(Offers):
 
     def _is_alone_at(self, here: ProgramPlace) -> bool:
         """Whether this rank was seen to be alone at this place, for all that it does there or for this operation."""
-        known = self._alone_at
-        return known is not None and known.is_same(here) and self._alone_for in ("", here.key)
+        known = _program.alone_at
+        return known is not None and known.is_same(here) and _program.alone_for in ("", here.key)
 
     def _meet(self, notes: Notes, here: ProgramPlace) -> bool:
         assert self._peers is not None
@@ -180,7 +178,7 @@ class Serving(Offers):
         began = time.monotonic()
         many = max(1.0, len(others) / FEW_RANKS)  # one store answers all of them, and each all others
         pause_s, asks_after_s = _SHORTEST_S * many, _ASKS_AFTER_S * many
-        has_crossed = self._alone_at is not None and self._alone_at.is_same(here)
+        has_crossed = _program.alone_at is not None and _program.alone_at.is_same(here)
         asked = began - asks_after_s if has_crossed else began
         count = notes.count(here.key, 1)
         while count <= len(others):
@@ -193,7 +191,7 @@ class Serving(Offers):
                     if notes.count(here.key, 0) > len(others):
                         return True  # all had come, and one was quick
                     notes.count(here.key, -1)
-                    self._alone_at, self._alone_for = here, "" if has_passed else here.key
+                    _program.alone_at, _program.alone_for = here, "" if has_passed else here.key
                     return False
                 if now > began + self._timeout_s:
                     absent = [rank for rank, how in seen.items() if how is _Seen.BEHIND]
@@ -215,7 +213,7 @@ class Serving(Offers):
     def _see(self, rank: int, here: ProgramPlace) -> _Seen:
         assert self._peers is not None
         try:
-            seen, _ = self._peers.ask(rank, _PLACE, (self.name, here))
+            seen, _ = self._peers.ask(rank, _PLACE, here)
         except CollectiveError as error:
             raise named(RuntimeError("its process has ended"), here.what, rank, self._timeout_s) from error
         assert isinstance(seen, _Seen)
@@ -223,24 +221,26 @@ class Serving(Offers):
 
     def seen_from(self, place: ProgramPlace) -> _Seen:
         """This rank, as seen by one that is at a place; called by the service."""
-        waits_at = self._waits_at
+        waits_at = _program.waits_at
         if self._has_left(place) or self._is_alone_beside(place):
             return _Seen.PAST
-        if waits_at is None or waits_at.num_met < place.num_met or is_ahead(place.reached, waits_at.reached):
+        if waits_at is None or is_ahead(place.reached, waits_at.reached):
             return _Seen.BEHIND
         return _Seen.THERE if waits_at.key == place.key else _Seen.CROSSED
 
     def _is_alone_beside(self, place: ProgramPlace) -> bool:
         """Whether this rank, too, does alone what begins at a place, since a third one has passed it, or waits elsewhere."""
-        own = self._alone_at
+        own = _program.alone_at
         return (
-            own is not None and own.is_same(place) and own.is_same(self._here()) and self._alone_for in ("", place.key)
+            own is not None
+            and own.is_same(place)
+            and own.is_same(self._here())
+            and _program.alone_for in ("", place.key)
         )
 
     def _has_left(self, place: ProgramPlace) -> bool:
         """Whether this rank has done all that comes before a place, and begun what comes after it."""
-        is_past = self._is_leaving or is_ahead(progress(), place.reached) or self._num_met > place.num_met
-        return is_past or is_waiting_beyond(place.in_groups)
+        return self._is_leaving or is_ahead(progress(), place.reached) or is_waiting_beyond(place.in_groups)
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Serving(Offers):
         assert self._peers is not None
         began, here = time.monotonic(), self._here(is_apart=is_apart)
         while True:
-            seen, rows = self._peers.ask(rank, _ROWS, (self.name, here, key, item))
+            seen, rows = self._peers.ask(rank, _ROWS, (here, key, item))
             if seen is _Seen.THERE:
                 return rows
             if seen is _Seen.PAST:
@@ -336,7 +336,7 @@ class Serving(Offers):
     def _may_ask(self, rank: int, here: ProgramPlace) -> bool:
         assert self._peers is not None
         try:
-            return bool(self._peers.ask(rank, _LEAVING, (self.name, here))[0])
+            return bool(self._peers.ask(rank, _LEAVING, here)[0])
         except CollectiveError:
             return False  # it is gone
 
@@ -345,26 +345,34 @@ class Serving(Offers):
         return not self._is_leaving and not is_ahead(progress(), place.reached)
 
 
+@dataclass
+class _Program:
+    """Where this process waits for others, or has gone on without them, whatever its models: they are of one program."""
+
+    waits_at: ProgramPlace | None = None
+    alone_at: ProgramPlace | None = None
+    alone_for: str = ""  # the one operation that it does alone there; "": all
+
+
+_program = _Program()
 _by_name: weakref.WeakValueDictionary[str, Serving] = weakref.WeakValueDictionary()
 _kept: list[Serving] = []  # until the exit
 
 
-def _answer_place(question: tuple[str, ProgramPlace]) -> Answer:
-    name, place = question
-    serving = _by_name.get(name)
+def _answer_place(place: ProgramPlace) -> Answer:
+    serving = _by_name.get(place.world)
     return (_Seen.PAST if serving is None else serving.seen_from(place)), None
 
 
-def _answer_rows(question: tuple[str, ProgramPlace, str, object]) -> Answer:
-    name, asked_from, key, item = question
-    serving = _by_name.get(name)
+def _answer_rows(question: tuple[ProgramPlace, str, object]) -> Answer:
+    asked_from, key, item = question
+    serving = _by_name.get(asked_from.world)
     if serving is None:
         raise CollectiveError("the model does not exist there any more")
     with torch.no_grad():
         return serving.give_rows(asked_from, key, item)
 
 
-def _answer_leaving(question: tuple[str, ProgramPlace]) -> Answer:
-    name, place = question
-    serving = _by_name.get(name)
+def _answer_leaving(place: ProgramPlace) -> Answer:
+    serving = _by_name.get(place.world)
     return serving is not None and serving.may_ask(place), None

@@ -366,7 +366,7 @@ def _serving(axes: Axes, config: ZeroConfig, device: torch.device) -> Serving:
     peers = Peers.connect(everyone, axes.num_hosts == 1) if serves else None
     if peers is not None and device.type == "cpu":
         crossed.watch(peers)
-    name = "" if peers is None else everyone.counts.group
+    name = "" if peers is None else f"coming {everyone.counts.group}"
     return Serving(name, peers, axes.shards.ranks, config.limit_s, device)
 
 

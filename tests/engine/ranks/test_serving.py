@@ -118,6 +118,24 @@ def test_reads_of_rank_0_alone_others_wait_in_a_group_of_the_program(stage: int)
     twins.step()
 
 
+@on_ranks(2, 3, stage=SHARDED)
+def test_reads_of_rank_0_alone_others_meet_for_another_model(stage: int) -> None:
+    twins, others = Twins(stage), Twins(stage)
+    twins.step()
+    others.step()
+    began = time.monotonic()
+    if twins.rank == 0:
+        _check(twins)
+    others.assert_same_output()
+    if twins.rank == 0:
+        _check(others)
+        _check(twins)
+    twins.assert_same_output()
+    assert time.monotonic() < began + SOON_S
+    twins.step()
+    others.step()
+
+
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
 def test_ranks_are_equally_far_after_each_step(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives)
@@ -189,6 +207,25 @@ def test_what_one_rank_cannot_read_alone_is_an_error_at_once(stage: int) -> None
             drawn.sum()
     dist.barrier()
     twins.step()
+
+
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
+def test_what_one_rank_loads_alone_is_what_all_have_or_an_error(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    twins.step()
+    values = {name: value.full_tensor() for name, value in twins.model.state_dict().items()}
+    with torch.no_grad():
+        twins.model(twins.own())  # all ranks have gathered what they need, and none does again
+    dist.barrier()
+    if twins.rank == 0:
+        twins.model.load_state_dict(values)
+    twins.assert_same_output()
+    twins.step()
+    if twins.rank == 0:
+        twins.model.load_state_dict(values)
+        with pytest.raises(zero.UsageError, match="this rank has changed parameter"):
+            twins.model(twins.own()).sum().backward()
+    dist.barrier()
 
 
 @on_ranks(2, 3, stage=SHARDED)
