@@ -265,8 +265,8 @@ class Serving(Offers):
                 in time.
         """
         assert self._peers is not None
-        flat = torch.empty(layout.padded_numel, dtype=local.dtype, device="cpu")
         with torch.inference_mode(False):
+            flat = torch.empty(layout.padded_numel, dtype=local.dtype, device="cpu")
             for shard, rank in enumerate(self._shards):
                 elements = layout.elements_of(flat, shard)
                 if rank == self._peers.own:

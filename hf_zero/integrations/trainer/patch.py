@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,20 @@ def install(prepare_model: PrepareModel, callback: type) -> None:
     if compare_versions("transformers", "<", "5.23"):
         wrappers["save_model"] = _wrap_save_model
     _changes.keep()
+    # transformers' own, also where somebody has put a subclass in its place
+    trainer = next(each for each in reversed(Trainer.__mro__) if "_run_epoch" in vars(each))
     for name, wrap in wrappers.items():
-        original = Trainer.__dict__[name]
-        _changes.replace(Trainer, name, functools.wraps(original)(wrap(original)))
+        original = vars(trainer)[name]
+        _changes.replace(trainer, name, functools.wraps(original)(wrap(original)))
 
 
 def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callback: type) -> Callable[..., None]:
-    signature = inspect.signature(original)
+    by_name = _by_name(
+        original, ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+    )
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        given = bound.arguments
+        given, more = by_name(args, kwargs)
         model, arguments = given.get("model"), given.get("args")
         callbacks = list(given.get("callbacks") or [])
         if arguments is not None:
@@ -109,12 +112,30 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
         if is_ours and not any(isinstance(entry, callback) or entry is callback for entry in callbacks):
             given["callbacks"] = [*callbacks, callback]
         with _allowing_checkpoints(arguments, is_ours or engine_under(model) is not None):
-            original(*bound.args, **bound.kwargs)
+            original(self, *more, **given)
         for entry in self.callback_handler.callbacks:
             if isinstance(entry, callback):
                 entry.signal_saves = trainer_checkpoint.signal_saves(self)  # type: ignore[attr-defined]
 
     return wrapped
+
+
+def _by_name(
+    method: Callable[..., Any], first: Sequence[str]
+) -> Callable[[Any, Any], tuple[dict[str, Any], list[Any]]]:
+    """What takes the arguments of a method's call apart: those with names, and what is left.
+
+    Args:
+        method: it.
+        first: the names of its first arguments, should somebody have wrapped it in `(*args, **kwargs)`.
+    """
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] or list(first)
+
+    def by_name(args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
+        return dict(zip(names, args, strict=False), **kwargs), list(args[len(names) :])
+
+    return by_name
 
 
 def _wrap_epoch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,10 +345,10 @@ def _wrap_load_random(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+    by_name = _by_name(original, ("dataloader", "description", "prediction_loss_only"))
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        only_loss = signature.bind(self, *args, **kwargs).arguments.get("prediction_loss_only")
+        only_loss = by_name(args, kwargs)[0].get("prediction_loss_only")
         only_loss = self.args.prediction_loss_only if only_loss is None else only_loss
         with nullcontext() if only_loss else joined_outputs():
             return original(self, *args, **kwargs)

@@ -76,6 +76,8 @@ def test_reads_of_rank_0_alone_are_those_of_the_whole_model(stage: int, collecti
         twins.step()
         if dist.get_rank() == 0:
             _check(twins)
+            with torch.inference_mode():
+                torch.testing.assert_close(twins.model.head.weight.full_tensor(), twins.reference.head.weight.data)
         dist.barrier()
 
 

@@ -22,11 +22,13 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import hf_zero as zero
 from hf_zero.config import files
+from hf_zero.integrations.trainer import patch
 from tests.integrations.refusals import error_of, refused
 from tests.integrations.trainer.runs import (
     COLLECTIVES,
     Values,
     arguments,
+    collate,
     dataset,
     loaded,
     trained,
@@ -201,6 +203,29 @@ def changes(before: Surface, after: Surface) -> list[tuple[str, str, str]]:
         for key, value in before.items()
         if key[2] not in caches and after.get(key) is not value and (callable(value) or isinstance(value, kinds))
     ]
+
+
+@on_ranks(2)
+@undone
+def test_a_trainer_that_others_have_wrapped_and_replaced_trains_as_ever(folder: str) -> None:
+    def train(kind: type[Trainer]) -> list[float]:
+        torch.manual_seed(3)
+        args = arguments(folder, 3)
+        return trained(kind(loaded(folder), args, collate, train_dataset=dataset()))
+
+    expected = train(Trainer)
+    zero.undo()
+    original = Trainer.__init__
+
+    def nameless(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+
+    class Another(Trainer):
+        pass
+
+    with mock.patch.object(Trainer, "__init__", nameless), mock.patch.object(patch, "Trainer", Another):
+        assert train(Another) == expected
+        assert train(Trainer) == expected
 
 
 @on_ranks(2)
