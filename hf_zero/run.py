@@ -83,6 +83,7 @@ def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType 
         )
     else:
         _leave_out_transport(error)
+        _say_where_the_model_is(error)
         sys.__excepthook__(kind, error, trace)
 
 
@@ -96,6 +97,20 @@ def _leave_out_transport(error: BaseException | None) -> None:
         if isinstance(error, ZeroError) and "gloo/transport" in str(error.__cause__):
             error.__cause__, error.__suppress_context__ = None, True
         error = error.__cause__ or error.__context__
+
+
+def _say_where_the_model_is(error: BaseException) -> None:
+    """A script that was written for DDP alone may ask for `model.module`."""
+    if isinstance(error, AttributeError) and error.name == "module":
+        from torch import nn
+
+        from hf_zero.sharding.active import is_partitioned
+
+        if isinstance(error.obj, nn.Module) and is_partitioned(error.obj):
+            error.add_note(
+                "hf_zero wraps no model: what is model.module under DDP is model itself here, and "
+                "accelerator.unwrap_model(model) under both"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -27,7 +28,7 @@ from hf_zero.comm.exchange import named
 from hf_zero.engine import engine
 from hf_zero.integrations import everywhere
 from tests.integrations.trainer.runs import undone
-from tests.ranks import ENVIRONMENT, on_ranks, run_alone
+from tests.ranks import ENVIRONMENT, alone, on_ranks, run_alone
 
 TRAINER = """
 import json, sys, torch
@@ -290,6 +291,21 @@ def test_a_transports_error_stands_not_beside_ours_that_quotes_it(monkeypatch: p
     assert f"RuntimeError: {text}" in raw
     assert ours.count(text) == 1 and "rank 0 waited 9 s for rank 1 in gather of unit 'head'" in ours
     assert "RuntimeError: [" not in ours and "direct cause" not in ours
+
+
+@alone()
+def test_a_script_that_asks_for_the_module_in_ddp_hears_where_it_is() -> None:
+    def told_of(model: nn.Module) -> str:
+        with pytest.raises(AttributeError) as caught:
+            _ = model.module
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            run._tell(AttributeError, caught.value, None)
+        return told.getvalue()
+
+    model = nn.Linear(2, 2)
+    assert "hf_zero" not in told_of(model)
+    zero.shard_model(model, {"stage": 3})
+    assert "what is model.module under DDP is model itself here" in told_of(model)
 
 
 # --- arguments of any class -----------------------------------------------------------------------------------------
