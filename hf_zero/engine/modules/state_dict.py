@@ -17,8 +17,9 @@ from hf_zero.errors import UsageError
 class CutStateDict:
     """Load-state-dict pre-hook of a partitioned model, with an engine or before it has one.
 
-    Values may be whole (each rank keeps its rows; nothing is sent) or sharded. All ranks must load together. With
-    `assign=True` the values are copied too: the parameters that the engine and optimizers hold stay.
+    Values may be whole (each rank keeps its rows; nothing is sent) or sharded. All ranks load together; what one loads alone
+    is an edit of its own, see [Note: edits alone]. With `assign=True` the values are copied too: the parameters that the engine
+    and optimizers hold stay.
     """
 
     def __init__(self, world: World) -> None:
