@@ -24,7 +24,7 @@ from hf_zero.bench.compare import Figure, others_than, ratios, table, worst
 from hf_zero.bench.processes import BenchError, run_ranks
 from hf_zero.plan.models import SIZES, config_of
 
-ENGINES = ("plain", "transformers", "deepspeed", "hf_zero")
+ENGINES = ("plain", "transformers", "fsdp2", "deepspeed", "hf_zero")
 DTYPES = {"float32": 1e-4, "bfloat16": 2e-2}  # and how far the first loss may be from plain's, relative to it
 FIGURES = (
     Figure("seconds", "load [s]"),

@@ -55,6 +55,34 @@ class Transformers(Engine):
         return super().load(distributed_config={"fsdp_size": dist.get_world_size()}, **options)
 
 
+class Fsdp2(Engine):
+    """accelerate's FSDP2 with its own way of loading: the first rank reads the file, and sends each rank its rows."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        super().__init__(folder, dtype)
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap"
+        )
+        os.environ["ACCELERATE_USE_FSDP"] = "true"  # transformers asks for it
+        self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+
+    def load(self, **options: Any) -> Any:
+        """The model, with only this rank's rows; its optimizer comes with it, as accelerate wants."""
+        model = super().load(**options)
+        model, self.optimizer = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        return model
+
+    def step(self, model: Any, batch: torch.Tensor) -> float:
+        """Train on `batch` with the optimizer that was prepared."""
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
 class DeepSpeed(Engine):
     """Stage 3: `deepspeed.zero.Init`, which transformers enters when it finds a configuration."""
 
@@ -109,6 +137,7 @@ class HfZero(Engine):
 ENGINES: dict[str, type[Engine]] = {
     "plain": Engine,
     "transformers": Transformers,
+    "fsdp2": Fsdp2,
     "deepspeed": DeepSpeed,
     "hf_zero": HfZero,
 }

@@ -30,12 +30,13 @@ def _rank(loss: float) -> dict[str, float]:
 def test_every_engine_is_measured_and_hf_zero_asks_for_its_rows_only(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     LlamaConfig(num_attention_heads=2, **sizes).save_pretrained(tmp_path / "model")
-    plan = LoadBenchmark(str(tmp_path / "model"), 2, 1, "float32", ("plain", "hf_zero"))
+    plan = LoadBenchmark(str(tmp_path / "model"), 2, 1, "float32", ("plain", "fsdp2", "hf_zero"))
     lines = load.run(plan, tmp_path / "found.json").splitlines()
-    assert [line.split("  ")[0] for line in lines[2:]] == ["plain", "hf_zero", "ratio to plain", "hf_zero"]
+    assert [line.split("  ")[0] for line in lines[2:8]] == [*plan.engines, "ratio to plain", "fsdp2", "hf_zero"]
     assert lines[-1].endswith("0.500 [0.500, 0.500] ahead")
     found = json.loads((tmp_path / "found.json").read_text())["found"]
-    assert found["hf_zero"]["is_valid"] and found["hf_zero"]["ratio_to_plain"]["read_bytes"] == [0.5]
+    assert found["fsdp2"]["is_valid"] and found["hf_zero"]["is_valid"]
+    assert found["hf_zero"]["ratio_to_plain"]["read_bytes"] == [0.5]
     assert [set(rank) for rank in found["plain"]["ranks"][0]] == 2 * [set(_rank(1.0))]
     assert all(rank["ready_seconds"] > rank["seconds"] > 0 for rank in found["plain"]["ranks"][0])
 
