@@ -337,9 +337,27 @@ MUTATIONS = {
     ),
     "waits in groups of the program are not seen": Mutation(
         "engine/ranks/serving.py",
-        "return is_past or is_waiting_beyond(place.in_groups)",
-        "return is_past",
+        "is_ahead(progress(), place.reached) or is_waiting_beyond(place.in_groups)",
+        "is_ahead(progress(), place.reached)",
         "tests/engine/ranks/test_serving.py",
+    ),
+    "a rank that waits for another model is taken to be behind": Mutation(
+        "engine/ranks/serving.py",
+        "if waits_at is None or is_ahead(place.reached, waits_at.reached):",
+        "if waits_at is None or waits_at.world != place.world or is_ahead(place.reached, waits_at.reached):",
+        "tests/engine/ranks/test_serving.py",
+    ),
+    "what one rank loads alone waits for all": Mutation(
+        "engine/modules/state_dict.py",
+        "if not self._world.serving.edits_alone():",
+        "if True:",
+        "tests/engine/ranks/test_serving.py",
+    ),
+    "arguments of a wrapped Trainer have no names": Mutation(
+        "integrations/trainer/patch.py",
+        "is each.POSITIONAL_OR_KEYWORD] or list(first)",
+        "is each.POSITIONAL_OR_KEYWORD]",
+        "tests/integrations/trainer/test_arguments.py",
     ),
     "parameters from before are given to modules as they are": Mutation(
         "engine/parameters/replaced.py",
