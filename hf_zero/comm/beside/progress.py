@@ -4,7 +4,7 @@
 how far it is: if a peer has begun one that this process has not, it will not come any more to where this process is now. A peer
 that has begun no more may still come. Torch's default group counts too, since people wait in its barriers, and so do the groups
 that it makes, in which ranks wait for each other. What is begun in those may be begun by other threads, so it counts only while
-the program itself waits there.
+the program itself waits there. Meetings of all ranks before something that needs no exchange count too: see [Note: alone].
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import Trainer
 
 import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
@@ -142,6 +144,26 @@ def test_rank_0_saves_the_model_alone(stage: int, build: Build, folder: str) -> 
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], value) for key, value in weights.items())
     dist.barrier()
+
+
+class _SavesAlone(Trainer):
+    """Its main process saves, and the others return at once."""
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.args.should_save:
+            self.model.save_pretrained(output_dir)
+
+
+@on_ranks(2, stage=[3, 1], build=[loaded, with_adapters])
+@undone
+def test_a_subclass_that_saves_on_the_main_process_alone_resumes_from_it(stage: int, build: Build, folder: str) -> None:
+    args = arguments(folder, stage, output_dir=f"{folder}/saves alone {stage}", save_strategy="steps", save_steps=2)
+    trainer = trainer_of(build(folder), args, _SavesAlone)
+    losses = trained(trainer)
+    again = trainer_of(build(folder), args, _SavesAlone)
+    assert trained(again, resume_from_checkpoint=f"{args.output_dir}/checkpoint-2") == losses
+    found, expected = whole_state_dict(again.model), whole_state_dict(trainer.model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @on_ranks(2, stage=[3, *by_hand(1)])
