@@ -85,8 +85,8 @@ MUTATIONS = {
     ),
     "autograd's gradient is summed in place": Mutation(
         "engine/backward/reduction.py",
-        "if flat.dtype != dtype or is_autograds:",
-        "if flat.dtype != dtype:",
+        "if is_autograds or not (flat.dtype == dtype",
+        "if not (flat.dtype == dtype",
         "tests/engine/backward/test_reduction.py",
     ),
     "a second use overwrites": Mutation(
@@ -94,6 +94,30 @@ MUTATIONS = {
         "into[p] = into[p] + grad if p in into else grad",
         "into[p] = grad",
         "tests/engine/backward/test_reduction.py",
+    ),
+    "each use of a tied weight is reduced": Mutation(
+        "engine/backward/accumulation.py",
+        "return self._comes_again(unit) and all(reducer.sends_sums(p) for p in given)",
+        "return False",
+        "tests/engine/backward/test_accumulation.py",
+    ),
+    "what other graphs use waits for them": Mutation(
+        "engine/backward/accumulation.py",
+        "if self._keeps_whole:\n            return not all(",
+        "if True:\n            return not all(",
+        "tests/engine/backward/test_accumulation.py",
+    ),
+    "sums are rounded on their way": Mutation(
+        "engine/backward/accumulation.py",
+        " and all(reducer.sends_sums(p) for p in given)",
+        "",
+        "tests/engine/backward/test_accumulation.py",
+    ),
+    "autograd's first gradient is added to": Mutation(
+        "engine/backward/accumulation.py",
+        "is_own = p in self._own or total is not sums[p]",
+        "is_own = True",
+        "tests/engine/backward",
     ),
     "hooks' results are ignored": Mutation(
         "engine/backward/accumulation.py",

@@ -48,7 +48,11 @@ def add_benchmarks(kinds: Any) -> None:
 
 def _add_bench_step(kinds: Any) -> None:
     step = kinds.add_parser("step", help="time, memory and traffic of training steps")
-    step.add_argument("--model", default="llama-34m", help="a named size, or a folder with a config (llama-34m)")
+    step.add_argument(
+        "--model",
+        default="llama-34m",
+        help="a size or shape by name (hf_zero/bench/README.md), or a folder with a config",
+    )
     step.add_argument("--ranks", type=int, default=2, help="processes (2)")
     step.add_argument("--batch-size", type=int, default=4, help="sequences per rank (4)")
     step.add_argument("--seq-len", type=int, default=128, help="tokens per sequence (128)")
@@ -56,6 +60,9 @@ def _add_bench_step(kinds: Any) -> None:
     step.add_argument("--rounds", type=int, default=9, help="runs of each engine, in turn (9)")
     step.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in (float32)")
     step.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    step.add_argument("--accumulation", type=int, default=1, help="micro-batches a step (1)")
+    step.add_argument("--lora", action="store_true", help="train LoRA adapters of rank 8 alone (needs peft)")
+    step.add_argument("--compile", action="store_true", help="compile each block on its own")
     step.add_argument(
         "--engines",
         default="local,ddp,zero0,zero1,zero2,zero3,fsdp2",
@@ -110,6 +117,9 @@ def _bench_step(args: argparse.Namespace) -> int:
         args.checkpointing,
         tuple(args.engines.split(",")),
         args.in_turn,
+        args.accumulation,
+        args.lora,
+        args.compile,
     )
     result = step.measure(plan, lambda line: print(line, file=sys.stderr, flush=True))
     if args.json is not None:

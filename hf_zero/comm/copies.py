@@ -34,9 +34,10 @@ def padded_copies_of(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], n
         return []
     wanted = list(zip(tensors, dtypes, numels, strict=True))
     copies = [torch.empty(numel, dtype=dtype, device=each.device) for each, dtype, numel in wanted]
-    pads = [copy[len(each) :] for copy, each in zip(copies, tensors, strict=True) if len(copy) > len(each)]
+    given = [each.numel() for each in tensors]
+    pads = [copy[size:] for copy, size, numel in zip(copies, given, numels, strict=True) if numel > size]
     with torch.no_grad():
-        torch._foreach_copy_([copy[: len(each)] for copy, each in zip(copies, tensors, strict=True)], list(tensors))
+        torch._foreach_copy_([copy[:size] for copy, size in zip(copies, given, strict=True)], list(tensors))
         if pads:
             torch._foreach_zero_(pads)
     return copies

@@ -225,8 +225,9 @@ def _peak(model: ModelShape, setting: Setting, states: ModelStates, gathered: in
     if ranks > 1 and (policy.shards_gradients or not setting.accumulates):
         on_way = min(config.bucket_bytes, sum(sizes))
         done = rows * (1 - on_way / sum(sizes)) if sizes else 0.0
-        middle = max(before, (at_once + rows) / 2 - on_way / 2 / ranks) + gathered + on_way
-        end = max(before, at_once + done) + 2 * on_way + (largest if _gathers(setting) else 0)
+        waiting = _waiting(model, setting)
+        middle = max(before, (at_once + rows) / 2 - on_way / 2 / ranks) + gathered + on_way + waiting
+        end = max(before, at_once + done) + 2 * on_way + (largest if _gathers(setting) else 0) + waiting
     else:
         on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
         middle = max(before, gradients / 2) + on_way
@@ -241,6 +242,12 @@ def _peak(model: ModelShape, setting: Setting, states: ModelStates, gathered: in
         return round(stays + max(begin, rest))
 
     return most
+
+
+def _waiting(model: ModelShape, setting: Setting) -> int:
+    """Bytes of gradients that wait for another use of a tied weight: see [Note: one reduction] in engine/backward."""
+    found = [p for placed in placed_of(model, setting) for p in placed if p.trains and p.uses.calls > 1]
+    return sum(p.layout.numel * p.compute.itemsize for p in found if p.num_reductions(setting.config) == 1)
 
 
 def _made_as_rows(model: ModelShape, setting: Setting) -> int:

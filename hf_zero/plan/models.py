@@ -19,7 +19,7 @@ def _thin(num_layers: int) -> dict[str, int]:
 
 # Arguments of a LlamaConfig.
 SIZES: dict[str, dict[str, int]] = {
-    **{f"llama-thin-{layers}": _thin(layers) for layers in (8, 16, 32)},
+    **{f"llama-thin-{layers}": _thin(layers) for layers in (8, 16, 32, 111)},
     "llama-10m": {
         "hidden_size": 256,
         "intermediate_size": 688,

@@ -85,6 +85,10 @@ class Placed:
         """Elements of this rank's rows."""
         return self.layout.local_numel(self.rank)
 
+    def num_reductions(self, config: ZeroConfig) -> int:
+        """How often a step reduces its gradient: see [Note: one reduction] in engine/backward/accumulation.py."""
+        return 1 if self.gradient.send_sums(config.wire.reduce) else self.uses.calls
+
     @property
     def row_bytes(self) -> int:
         """Bytes of this rank's rows at rest."""
@@ -244,8 +248,7 @@ def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Rank
 
 
 def _add_reductions(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks) -> None:
-    # Where gradients are whole between backwards, those of a tied weight are added up before they are reduced.
-    times = p.uses.calls if config.policy.shards_gradients or config.ep_size > 1 else 1
+    times = p.num_reductions(config)
     if not p.is_cut:
         states.reduced += times * _all_reduced(p.layout.numel * p.gradient.summed.itemsize, ranks.data)
         return

@@ -38,6 +38,8 @@ class Training:
         step: updates the parameters with AdamW and drops the gradients.
         ledger: what counts the exchanges; None if the engine has none.
         context: what the forward runs in.
+        no_sync: what forward and backward of a micro-batch run in that is not the last of its step.
+        between: done after such a micro-batch.
         num_alike: ranks next to each other that see the same batch, of which each has some layers' parts, or a slice.
     """
 
@@ -46,6 +48,8 @@ class Training:
     step: Callable[[], None]
     ledger: Ledger | None = None
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+    no_sync: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+    between: Callable[[], object] = field(default=lambda: None)
     num_alike: int = 1
 
 
@@ -59,6 +63,7 @@ class Setup:
         dtype: to compute in; parameters and optimizer states are fp32 in any case.
         batch_size: sequences per rank.
         offload: what rests elsewhere under hf_zero, as its configuration says it.
+        accumulation: micro-batches a step.
     """
 
     make_model: Callable[[], nn.Module]
@@ -66,6 +71,7 @@ class Setup:
     dtype: torch.dtype
     batch_size: int
     offload: object = "none"
+    accumulation: int = 1
 
     @property
     def is_mixed(self) -> bool:
@@ -145,8 +151,12 @@ def build(engine: str, setup: Setup) -> Training:
     return ENGINES[name](setup)
 
 
+def _trained(params: Iterator[nn.Parameter]) -> list[nn.Parameter]:
+    return [param for param in params if param.requires_grad]
+
+
 def _adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=_LEARNING_RATE, fused=True)
+    return torch.optim.AdamW(_trained(params), lr=_LEARNING_RATE, fused=True)
 
 
 def _training(
@@ -162,7 +172,11 @@ def _training(
         if sync is not None:
             sync()
 
-    return Training(model, Tensor.backward, step, context=setup.autocast)
+    def backward(loss: Tensor) -> None:
+        torch.autograd.backward(loss / setup.accumulation if setup.accumulation > 1 else loss)
+
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+    return Training(model, backward, step, context=setup.autocast, no_sync=no_sync)
 
 
 def _local(setup: Setup) -> Training:
@@ -201,7 +215,7 @@ def _hf_zero(
         for kind in ("gather", "reduce_scatter"):
             setattr(engine.world.shards, kind, lambda *_: Exchange("nothing", 0.0))
     training = _training(model, _adamw(model.parameters()), setup)
-    training.ledger, training.context = engine.world.ledger, contextlib.nullcontext
+    training.ledger, training.context, training.no_sync = engine.world.ledger, contextlib.nullcontext, engine.no_sync
     training.num_alike = math.prod((axes or {}).values())
     return training
 
@@ -251,6 +265,14 @@ def _fsdp2(reshards: bool, setup: Setup) -> Training:
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshards)
     training = _training(model, _adamw(model.parameters()), setup)
     training.context = contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        yield
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    training.no_sync = no_sync
     return training
 
 
@@ -258,14 +280,14 @@ def _zero_redundancy_optimizer(setup: Setup) -> Training:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(setup.make_model().to(setup.device))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
+    optimizer = ZeroRedundancyOptimizer(_trained(model.parameters()), torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
     return _training(model, optimizer, setup)
 
 
 def _fairscale(shards_gradients: bool, setup: Setup) -> Training:
     fairscale = importlib.import_module("fairscale.optim.oss")
     model = setup.make_model().to(setup.device)
-    optimizer = fairscale.OSS(model.parameters(), torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
+    optimizer = fairscale.OSS(_trained(model.parameters()), torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
     if not shards_gradients:
         return _training(nn.parallel.DistributedDataParallel(model), optimizer, setup)
     sharded = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel(model, optimizer)
@@ -276,12 +298,13 @@ def _fairscale(shards_gradients: bool, setup: Setup) -> Training:
 def _deepspeed(stage: int, setup: Setup) -> Training:
     model = setup.make_model()
     engine = _deepspeed_engine(stage, model, setup, {"train_micro_batch_size_per_gpu": setup.batch_size})
-    return Training(engine, engine.backward, engine.step)
+    return Training(engine, engine.backward, engine.step, between=engine.step)
 
 
 def _deepspeed_engine(stage: int, model: nn.Module, setup: Setup, batches: dict[str, int], **more: Any) -> Any:
     config = {
         **batches,
+        "gradient_accumulation_steps": setup.accumulation,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -17,7 +17,7 @@ from hf_zero.bench import devices
 from hf_zero.bench.figures import Spread, ratio
 from hf_zero.bench.processes import BenchError, run_ranks
 from hf_zero.bench.step import engines as known_engines
-from hf_zero.plan.models import config_of
+from hf_zero.bench.step.shapes import Shape
 from hf_zero.tables import aligned
 
 _MIB = 2**20
@@ -29,7 +29,7 @@ class StepBenchmark:
     """What to measure.
 
     Attributes:
-        model: a named size, or a folder with a config.
+        model: a name of `hf_zero.bench.step.shapes` or `hf_zero.plan.models`, or a folder with a config.
         num_ranks: processes, one thread each on CPU.
         batch_size: sequences per rank and step.
         seq_len: tokens per sequence.
@@ -40,6 +40,9 @@ class StepBenchmark:
         dtype: to compute in, "float32" or "bfloat16".
         checkpointing: recompute activations in backward.
         engines: names of `hf_zero.bench.step.engines`.
+        accumulation: micro-batches a step.
+        lora: train adapters alone.
+        compiles: compile each block.
         limit_s: that one engine may take in one round.
     """
 
@@ -53,16 +56,19 @@ class StepBenchmark:
     checkpointing: bool
     engines: tuple[str, ...]
     in_turn: bool = False
+    accumulation: int = 1
+    lora: bool = False
+    compiles: bool = False
     limit_s: float = 900.0
 
     def __post_init__(self) -> None:
         for engine in self.engines:
             if not known_engines.known(engine):
                 raise BenchError(f"engine {engine!r} is not known; choose from {', '.join(known_engines.ENGINES)}")
-        for name in ("num_ranks", "batch_size", "seq_len", "steps", "rounds"):
+        for name in ("num_ranks", "batch_size", "seq_len", "steps", "rounds", "accumulation"):
             if getattr(self, name) < 1:
                 raise BenchError(f"{name} must be at least 1")
-        config_of(self.model)
+        Shape(self.model)
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,10 @@ def table(result: Result) -> str:
             ]
         )
     what = f"{plan.model}, {plan.num_ranks} ranks, {plan.batch_size} x {plan.seq_len} tokens a rank, {plan.dtype}"
-    extra = ", activation checkpointing" if plan.checkpointing else ""
+    extra = f" in each of {plan.accumulation} micro-batches" if plan.accumulation > 1 else ""
+    extra += ", LoRA" if plan.lora else ""
+    extra += ", compiled blocks" if plan.compiles else ""
+    extra += ", activation checkpointing" if plan.checkpointing else ""
     extra += ", engines in turn in the same processes" if plan.in_turn else ""
     of_markdown = aligned([[*row, ""] for row in rows], between=" | ", margin="| ")
     lines = [f"{what}{extra}; {plan.rounds} rounds of {plan.steps} steps; {_hardware()}", "", of_markdown]

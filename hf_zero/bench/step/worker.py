@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from hf_zero.bench import devices
 from hf_zero.bench.processes import MemoryPeak, options, private_bytes, report
 from hf_zero.bench.step.engines import Setup, Training, build
-from hf_zero.plan.models import config_of
+from hf_zero.bench.step.shapes import Shape
 
 _WARM_UP_STEPS = 3  # memory is watched in these; from the second one on, all optimizer states exist
 
@@ -23,23 +22,16 @@ def main() -> None:
     given = options()
     device = devices.join()
     num_ranks = dist.get_world_size()
-    config = config_of(given["model"])
-
-    def make_model() -> nn.Module:
-        torch.manual_seed(0)
-        config.use_cache = False
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
-        if given["checkpointing"]:
-            model.gradient_checkpointing_enable()  # type: ignore[operator]
-        return model.train()
-
-    setup = Setup(make_model, device, getattr(torch, given["dtype"]), given["batch_size"])
+    shape = Shape(given["model"], given["checkpointing"], given["lora"], given["compiles"])
+    setup = Setup(
+        shape.make, device, getattr(torch, given["dtype"]), given["batch_size"], accumulation=given["accumulation"]
+    )
     before = private_bytes(num_ranks)
-    trained = [_Engine(name, setup, given["seq_len"], config.vocab_size) for name in given["together"]]
+    trained = [_Engine(name, setup, shape, given["seq_len"]) for name in given["together"]]
     with MemoryPeak(lambda: private_bytes(num_ranks)) as memory:
         for each in trained:
             for _ in range(_WARM_UP_STEPS):
-                each.losses.append(_step(each.training, next(each.batches)))
+                each.losses.append(_step(each.training, each.drawn()))
     peak = devices.peak_of(device) if device.type != "cpu" else memory.peak - before
     for each in trained:
         if each.training.ledger is not None:
@@ -56,12 +48,16 @@ def main() -> None:
 class _Engine:
     """One engine with its model, its batches, and what was seen of it."""
 
-    def __init__(self, name: str, setup: Setup, seq_len: int, vocabulary: int) -> None:
-        self.name, self.training = name, build(name, setup)
+    def __init__(self, name: str, setup: Setup, shape: Shape, seq_len: int) -> None:
+        self.name, self.training, self._accumulation = name, build(name, setup), setup.accumulation
         seed = dist.get_rank() // self.training.num_alike
-        self.batches = _batches(vocabulary, setup.batch_size, seq_len, seed, setup.device)
+        self._batches = shape.batches(setup.batch_size, seq_len, seed, setup.device)
         self.seconds: list[float] = []
         self.losses: list[float] = []
+
+    def drawn(self) -> list[dict[str, Tensor]]:
+        """The micro-batches of a step."""
+        return [next(self._batches) for _ in range(self._accumulation)]
 
     def found(self, peak: int | None, steps: int) -> dict[str, object]:
         """For the report: seconds of a step by round, bytes moved a step, and the losses of all steps."""
@@ -72,7 +68,7 @@ class _Engine:
 
 def _timed(engine: _Engine, num_steps: int, device: torch.device) -> float:
     """Seconds per step, from all ranks ready to all ranks done."""
-    batches = [next(engine.batches) for _ in range(num_steps)]
+    batches = [engine.drawn() for _ in range(num_steps)]
     _synchronise(device)
     start = time.perf_counter()
     found = [_step(engine.training, batch) for batch in batches]
@@ -87,18 +83,20 @@ def _synchronise(device: torch.device) -> None:
     dist.barrier()
 
 
-def _step(training: Training, batch: Tensor) -> float:
-    with training.context():
-        loss = training.model(input_ids=batch, labels=batch).loss
-    training.backward(loss)
+def _step(training: Training, batches: list[dict[str, Tensor]]) -> float:
+    """The loss, as a mean over the micro-batches."""
+    losses = []
+    for number, batch in enumerate(batches, 1):
+        is_last = number == len(batches)
+        with contextlib.nullcontext() if is_last else training.no_sync():
+            with training.context():
+                loss = training.model(**batch).loss
+            training.backward(loss)
+        losses.append(loss.detach())
+        if not is_last:
+            training.between()
     training.step()
-    return float(loss.detach())
-
-
-def _batches(vocabulary: int, batch_size: int, seq_len: int, seed: int, device: torch.device) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield torch.randint(vocabulary, (batch_size, seq_len), generator=generator).to(device)
+    return float(sum(losses)) / len(losses)
 
 
 if __name__ == "__main__":

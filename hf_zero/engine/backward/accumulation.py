@@ -6,12 +6,19 @@ whose ranks' parts are still to be averaged. It *is* the accumulated gradient, n
 (`mul_`, `zero_`, `= None`) counts, and what a rank cannot do alone (`clamp_`) is torch's error. Gradients that an earlier
 backward has reduced are added to it so that the average gives them back. The next backward outside `no_sync` takes it and
 reduces it.
+
+[Note: one reduction] What several calls use (a head tied to the embedding, layers that share their weights) has gradients of
+each of them. As autograd does for a parameter of any model, the first waits for the last, and their sum is reduced: one
+exchange, and DDP's order of additions. So it is in stages 2 and 3 too, where it costs a whole gradient's memory as long as it
+waits; but for gradients in half precision that an exchange sends as they are, and adds up in float32 where they arrive: their
+sum would be rounded on the way, and two exchanges of them have the bytes of one in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -39,17 +46,22 @@ class Accumulation:
     Args:
         world: the ranks.
         reducer: where they go; None under `no_sync` in stages 0 and 1: then `.grad` keeps them, unreduced.
+        comes_again: whether this backward will give a unit gradients of another use.
         follows_no_sync: some ranks may have kept gradients since the last reduction.
     """
 
-    def __init__(self, world: World, reducer: Reducer | None, follows_no_sync: bool = False) -> None:
+    def __init__(
+        self, world: World, reducer: Reducer | None, comes_again: Callable[[Unit], bool], follows_no_sync: bool = False
+    ) -> None:
         self.reducer = reducer
+        self._comes_again = comes_again
         self._follows_no_sync = follows_no_sync
         self._world = world
-        # Stages 0 and 1 reduce once a step, and one use after the other makes this rank's own sum.
+        # Stages 0 and 1 reduce once a step.
         self._keeps_whole = world.data.num_ranks > 1 and not world.shards_gradients
         self._hooked: dict[Unit, WholeGradients] = {}  # that wait for users' hooks, until all of them are there
-        self._sums: dict[ZeroParameter, _Sum] = {}
+        self._sums: dict[Unit, WholeGradients] = {}
+        self._own: set[ZeroParameter] = set()  # whose sums are in memory of their own
         self._kept: dict[ZeroParameter, None] = {}
         self._taken: set[ZeroParameter] = set()  # whose `.grad` may hold what this backward has reduced already
 
@@ -72,16 +84,15 @@ class Accumulation:
             self._hand_on(unit, waiting)
 
     def finish(self, units: Iterable[Unit]) -> None:
-        """Reduce what is left.
+        """Reduce what is left, and what earlier backwards have kept.
 
         Args:
             units: of the model, in the order in which a backward comes to them.
         """
         if self.reducer is None:
             return
-        if self._keeps_whole:
-            for unit in units:
-                self._reduce_sums(unit, self.reducer)
+        for unit in units if self._keeps_whole else list(self._sums):
+            self._reduce_sums(unit, self.reducer)
         self.reducer.finish()
 
     def given(self) -> list[ZeroParameter]:
@@ -96,32 +107,51 @@ class Accumulation:
             self.reducer.abandon()
 
     def _hand_on(self, unit: Unit, found: WholeGradients) -> None:
-        if not self._keeps_whole:
-            assert self.reducer is not None
-            self.reducer.ready(unit, found)
-            return
-        given = [(p, found[p]) for p in unit.trainable() if p in found]
-        grads = [grad for _, grad in given]
-        values = in_dtypes(grads, [self._world.precision.reduce_for(grad.dtype) for grad in grads])
-        for (p, grad), value in zip(given, values, strict=True):
-            if self.reducer is None:
+        given = {p: found[p] for p in unit.trainable() if p in found}
+        if self.reducer is None:
+            grads = list(given.values())
+            values = in_dtypes(grads, [self._world.precision.reduce_for(grad.dtype) for grad in grads])
+            for (p, grad), value in zip(given.items(), values, strict=True):
                 self._kept[p] = None
-                _keep(p, _Sum(grad, value), self._world)
-            elif p in self._sums:
-                self._sums[p].add(value)
-            else:
-                self._sums[p] = _Sum(grad, value)
-        # A unit that is used several times is reduced after its last call.
-        if self.reducer is not None and all(call.is_done for call in unit.live_calls):
+                _keep(p, grad, value, self._world)
+            return
+        if unit in self._sums:
+            self._add(self._sums[unit], given)
+        else:
+            self._sums[unit] = given
+        if not self._is_to_wait(unit, given, self.reducer):
             self._reduce_sums(unit, self.reducer)
 
+    def _is_to_wait(self, unit: Unit, given: WholeGradients, reducer: Reducer) -> bool:
+        """Whether what has come waits for another use: see [Note: one reduction]."""
+        if self._keeps_whole:
+            return not all(call.is_done for call in unit.live_calls)
+        return self._comes_again(unit) and all(reducer.sends_sums(p) for p in given)
+
+    def _add(self, sums: WholeGradients, given: WholeGradients) -> None:
+        """Add the gradients of another use; autograd may have handed those of the first to somebody else, too."""
+        for p, grad in given.items():
+            if p not in sums:
+                sums[p] = grad
+                continue
+            total = sums[p].to(self._world.precision.reduce_for(grad.dtype))
+            is_own = p in self._own or total is not sums[p]
+            sums[p] = total.add_(grad) if is_own else total + grad
+            self._own.add(p)
+
     def _reduce_sums(self, unit: Unit, reducer: Reducer) -> None:
-        taken = {p: self._take(p, self._sums.pop(p, None)) for p in unit.trainable()}
-        found = {p: grad for p, grad in taken.items() if grad is not None}
+        sums, found = self._sums.pop(unit, {}), {}
+        for p in unit.trainable():
+            total = sums.get(p)
+            if self._keeps_whole and (p.has_own_grad or self._follows_no_sync):
+                total = self._take(p, total)
+            if total is not None:
+                found[p] = total
+        self._own.difference_update(sums)
         if found:
             reducer.ready(unit, found)
 
-    def _take(self, p: ZeroParameter, total: _Sum | None) -> Tensor | None:
+    def _take(self, p: ZeroParameter, total: Tensor | None) -> Tensor | None:
         """What is to be reduced: the running backward's sum, and what earlier ones have left in `.grad`."""
         before, is_own = p.param.grad, _is_own(p, p.param.grad)
         # A whole gradient that was reduced is part of what other ranks have kept, so it is part of what this one gives.
@@ -133,48 +163,27 @@ class Accumulation:
             p.param.grad_dtype = p.param.dtype
         p.has_own_grad = False
         if not is_own and not (is_shared and (p.averages or self._world.data.rank == 0)):
-            return None if total is None else total.read()
+            return total
         local = torch_compat.local_of(before)  # type: ignore[arg-type]
         if not is_own:
             local = local.to(self._world.precision.reduce_for(p.compute_dtype), copy=True)
-        return local if total is None else local.add_(total.read())
+        return local if total is None else local.add_(total.to(local.dtype))
 
 
-class _Sum:
-    """This rank's own whole gradient of a parameter: a sum over its uses.
+def _keep(p: ZeroParameter, grad: Tensor, value: Tensor, world: World) -> None:
+    """Let `.grad` hold what is not to be reduced now: see [Note: gradients under no_sync].
 
     Args:
-        grad: of the first use, as autograd made it; never written to.
-        value: the same in the dtype in which the sum is kept; the tensor itself, or a copy.
+        p: the parameter.
+        grad: of one use, as autograd made it; not to be written to.
+        value: the same in the dtype in which gradients are added up; the tensor itself, or a copy.
+        world: the ranks.
     """
-
-    def __init__(self, grad: Tensor, value: Tensor) -> None:
-        self._tensor = value.contiguous()
-        self._is_own = self._tensor.data_ptr() != grad.data_ptr()  # else autograd may have handed it to somebody else
-
-    def add(self, value: Tensor) -> None:
-        """Add the gradient of another use, in the dtype of the sum."""
-        if self._is_own:
-            self._tensor.add_(value)
-        else:
-            self._tensor, self._is_own = self._tensor + value, True
-
-    def read(self) -> Tensor:
-        """The sum, not to be written to."""
-        return self._tensor
-
-    def own(self) -> Tensor:
-        """The sum, in memory of its own."""
-        return self._tensor if self._is_own else self._tensor.clone()
-
-
-def _keep(p: ZeroParameter, total: _Sum, world: World) -> None:
-    """Let `.grad` hold what is not to be reduced now: see [Note: gradients under no_sync]."""
     before, param = p.param.grad, p.param
     if _is_own(p, before):
-        torch_compat.local_of(before).add_(total.read())  # type: ignore[arg-type]
+        torch_compat.local_of(before).add_(value)  # type: ignore[arg-type]
         return
-    own = total.own()
+    own = value.clone(memory_format=torch.contiguous_format) if value is grad else value
     if before is not None:  # reduced by an earlier backward: the mean over ranks gives it back
         counts_once = world.is_first_replica if p.is_sharded else world.data.rank == 0
         factor = p.layout.num_ranks if p.averages else int(counts_once)

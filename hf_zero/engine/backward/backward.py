@@ -19,7 +19,7 @@ from hf_zero.engine.backward.landing import landing_of
 from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_passes, makes_graph, refuse_create_graph
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
-from hf_zero.engine.backward.wanted import handed_out, is_asked, is_wanted, reaches
+from hf_zero.engine.backward.wanted import comes_to, handed_out, is_asked, is_wanted, reaches
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks, those_hooked_after
 from hf_zero.engine.parameters.whole import when_exchanged
@@ -121,7 +121,7 @@ class Backward:
         self.recover_if_dead()
         if self.session is None:
             self.gathering.flush_edits()
-            gradients = Accumulation(self._world, self._make_reducer(), self._follows_no_sync)
+            gradients = Accumulation(self._world, self._make_reducer(), self._comes_again, self._follows_no_sync)
             session = self.session = Session(gradients, under_way is not None and under_way.is_for_all)
             self.gathering.before_wait = self._before_wait
             if under_way is not None:
@@ -154,7 +154,14 @@ class Backward:
     def _is_over(self, unit: int) -> bool:
         """Whether all the calls of a unit have had their backward, or get none in this pass."""
         session, calls = self.session, self.gathering.units[unit].live_calls
-        return session is None or all(c.is_done or session.reached < c.began < session.began for c in calls)
+        return session is None or all(
+            c.session is session or (c.is_done and not comes_to(c)) or session.reached < c.began < session.began
+            for c in calls
+        )
+
+    def _comes_again(self, unit: Unit) -> bool:
+        """Whether the running backward will give a unit gradients of another call."""
+        return any(comes_to(call) for call in unit.live_calls if call.session is not self.session)
 
     def _before_wait(self) -> None:
         """All ranks are about to wait for each other, for a gather."""
@@ -325,6 +332,7 @@ class Backward:
     def _finish_call(self, call: Call, session: Session) -> None:
         """A call's backward is over: hand on its gradients, and put its units back."""
         call.is_done = call.is_done or not session.is_differentiated
+        call.session = session
         gradients, call.gradients = call.gradients, {}
         for unit in call.units:
             found = gradients

@@ -124,6 +124,10 @@ class Reducer:
         for index in self._schedule.ready(unit.index):
             self._start(index)
 
+    def sends_sums(self, p: ZeroParameter) -> bool:
+        """Whether what this rank has added up of a parameter's gradients travels as it is."""
+        return self.gradient_dtypes[p].send_sums(self.world.config.wire.reduce)
+
     def before_wait(self) -> None:
         """The ranks are about to wait for a gather: see [Note: one order of waits]."""
         for index in self._schedule.before_wait():
@@ -221,11 +225,14 @@ class Reducer:
             flats[p] = flat = grad if grad.ndim == 1 and grad.is_contiguous() else p.computed.layout.flat(grad)
             # What stays whole is summed in place, and autograd may have handed its own to somebody else.
             is_autograds = not p.is_spread and flat.data_ptr() == grad.data_ptr()
-            if flat.dtype != dtype or is_autograds:
+            if is_autograds or not (flat.dtype == dtype or self._is_sum(p, flat)):
                 copied.append(p)
         dtypes = [self.gradient_dtypes[p].given for p in copied]
         flats.update(zip(copied, copies_of([flats[p] for p in copied], dtypes), strict=True))
         return list(flats.items())
+
+    def _is_sum(self, p: ZeroParameter, flat: Tensor) -> bool:
+        return flat.dtype == self.gradient_dtypes[p].summed and self.sends_sums(p)
 
     def _bytes_in_flight(self) -> int:
         return sum([item.num_bytes for item in self._in_flight])

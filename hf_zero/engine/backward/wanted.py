@@ -1,4 +1,4 @@
-"""Which parameters the backward under way is to give a gradient, and to whom."""
+"""What the backward under way reaches: calls of modules, and the parameters that are to get a gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.units.reading import connected
+from hf_zero.engine.units.storage.residency import LiveCall
 
 
 def reaches(node: Any) -> bool | None:
@@ -17,6 +18,12 @@ def reaches(node: Any) -> bool | None:
         return torch_compat.will_run(node)
     except RuntimeError:
         return None
+
+
+def comes_to(call: LiveCall) -> bool:
+    """Whether the running backward reaches a call of a module."""
+    node = call.node()
+    return node is not None and bool(reaches(node))
 
 
 def is_wanted(p: ZeroParameter, anchor_node: Any) -> bool:

@@ -44,6 +44,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: Call, backward: Backward, *leaves: Tensor | None) -> tuple[Tensor, ...]:
         ctx.call, ctx.engine, ctx.num_leaves = call, backward, len(leaves)
+        call.node = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         tensors = call.whole_tensors()
         frozen = [t for t, p in zip(tensors, call.parameters, strict=True) if not p.param.requires_grad]

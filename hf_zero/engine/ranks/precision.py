@@ -25,6 +25,10 @@ class GradientDtypes:
     sent: torch.dtype
     summed: torch.dtype
 
+    def send_sums(self, wire: str) -> bool:
+        """Whether what one rank has added up travels as it is, where reductions have a wire format."""
+        return self.summed == self.given or (self.summed == self.sent and wire == "float32")
+
 
 @dataclass(frozen=True)
 class Precision:

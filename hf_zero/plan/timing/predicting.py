@@ -84,7 +84,6 @@ def time_of(
         config.bucket_bytes,
         _update(shape, setting, machine),
         frozenset(kept.by_budget),
-        config.policy.shards_gradients,
         machine.is_background,
     )
     return play(step)
@@ -119,13 +118,14 @@ def _units(shape: ModelShape, setting: Setting, machine: Machine) -> list[UnitCo
     found, kept = [], kept_units(shape, setting)
     for index, (unit, size, placed) in enumerate(zip(shape.units, sizes, placed_of(shape, setting), strict=True)):
         states = add_up(placed, setting.config, ranks_of(setting), num_states, setting.config.offload.goes_to_host)
-        times = unit.uses.calls if setting.config.policy.shards_gradients else 1
+        times = max((p.num_reductions(setting.config) for p in placed), default=1)
         gathered = states.gathered
         if setting.config.policy.shards_parameters:
             gathered /= max(unit.uses.num_gathers(index, kept), 1)
         sent = sum(p.layout.numel * p.gradient.sent.itemsize for p in placed if p.trains)
         gather = _gather(gathered, placed, setting, machine)
-        found.append(UnitCosts(size, gather, _reduction(states, times, setting, machine), sent, unit.uses.reads))
+        reduction = _reduction(states, times, setting, machine)
+        found.append(UnitCosts(size, gather, reduction, sent, unit.uses.reads, times > 1))
     return found
 
 

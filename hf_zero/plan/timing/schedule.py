@@ -35,6 +35,7 @@ class UnitCosts:
         reduction: None where nothing of it trains.
         sent: bytes of its gradients.
         reads: calls whose backward reads the parameters; of a tied weight, those that come first in the backward.
+        reduces_each_call: the gradients of a call are reduced after its backward, not those of all calls after the last.
     """
 
     num_bytes: int
@@ -42,6 +43,7 @@ class UnitCosts:
     reduction: Exchange | None
     sent: int
     reads: int = 1
+    reduces_each_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,6 @@ class Step:
         kept_by_budget: units that stay whole from their forward to their backward, beside those.
         prefetch_bytes, bucket_bytes: as in the configuration.
         update: seconds of the optimizer.
-        reduces_each_call: the gradients of a call are reduced after its backward, not those of all calls after the last.
         is_background: whether exchanges go on beside what computes; else each takes its time where it is waited for.
     """
 
@@ -69,7 +70,6 @@ class Step:
     bucket_bytes: int
     update: float
     kept_by_budget: frozenset[int] = frozenset()
-    reduces_each_call: bool = True
     is_background: bool = True
 
 
@@ -152,7 +152,7 @@ class _Player:
                 left[number] -= 1
                 if self.step.comes_and_goes and not is_kept:
                     self.whole.pop(number, None)
-                if is_backward and (self.step.reduces_each_call or not left[number]):
+                if is_backward and (self.step.units[number].reduces_each_call or not left[number]):
                     self._reduce(number)
 
     def _needed(self, parts: Sequence[Part], is_backward: bool) -> list[list[int]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from hf_zero.bench.figures import Ratio, Spread, ratio
@@ -13,9 +14,14 @@ from hf_zero.bench.processes import BenchError
 from hf_zero.bench.step import engines
 from hf_zero.bench.step import run as step
 from hf_zero.bench.step.run import Result, Run, StepBenchmark
+from hf_zero.bench.step.shapes import Shape
 from hf_zero.cli.main import main
 from hf_zero.errors import UsageError
 
+_TINY: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "vocab_size": 100,
+}
 _PLAN = StepBenchmark("llama-10m", 2, 1, 8, 10, 3, "float32", False, ("local", "ddp", "zero3"))
 
 
@@ -116,9 +122,7 @@ def test_engines_whose_ranks_share_sequences_are_compared_with_such() -> None:
 
 @pytest.mark.slow
 def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
-    ).save_pretrained(tmp_path)
+    LlamaConfig(**_TINY).save_pretrained(tmp_path)
     words = ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "8", "--steps", "2", "--rounds", "1"]
     file = tmp_path / "runs.json"
     code = main(
@@ -134,6 +138,36 @@ def test_a_run_trains_every_engine_alike(tmp_path: Path, capsys: pytest.CaptureF
     table = capsys.readouterr().out
     assert table.count("as ddp") == 4 and "in turn" in table
     assert main(["bench", "step", *words, "--in-turn", "--plot", str(tmp_path / "plot.png")]) == 1
+
+
+def test_shapes_have_batches_of_what_they_take_and_change_what_is_asked_for(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    images = next(Shape("vit-small").batches(2, 7, 0, device))
+    assert images["pixel_values"].shape == (2, 3, 128, 128) and images["labels"].shape == (2,)
+    tokens = next(Shape("gpt2-tied").batches(2, 7, 0, device))
+    assert tokens["input_ids"].shape == (2, 7) and tokens["labels"] is tokens["input_ids"]
+    assert Shape("qwen3-moe-64").config().num_experts == 64
+    LlamaConfig(**_TINY).save_pretrained(tmp_path)
+    model = Shape(str(tmp_path), checkpointing=True, lora=True).make()
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert trained and all("lora_" in name for name in trained) and model.is_gradient_checkpointing
+    blocks = [each for each in Shape(str(tmp_path), compiles=True).make().modules() if each._compiled_call_impl]
+    assert [type(each).__name__ for each in blocks] == ["LlamaDecoderLayer"] * 2
+    with pytest.raises(UsageError, match=r"llama-34m.*gpt2-tied"):
+        Shape("gpt3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--lora"], ["--accumulation", "3"]], ids=["lora", "accumulation"])
+def test_a_run_of_adapters_or_micro_batches_trains_every_engine_alike(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaConfig(**_TINY).save_pretrained(tmp_path)
+    words += ["--model", str(tmp_path), "--batch-size", "1", "--seq-len", "8", "--steps", "2", "--rounds", "1"]
+    engines = "ddp,zero0,zero1,zero2,zero3,fsdp2"
+    assert main(["bench", "step", *words, "--engines", engines, "--in-turn"]) == 0
+    table = capsys.readouterr().out
+    assert table.count("as ddp") == 6 and ("LoRA" in table or "in each of 3 micro-batches" in table)
 
 
 @pytest.mark.slow

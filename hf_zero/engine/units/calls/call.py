@@ -78,6 +78,7 @@ class Call:
         num_holders: of the memory of its releasable units, as its forward began.
         gradients: what has come of the parameters' whole gradients.
         graph_task: the backward, or the one nested in it, in which the first gradient of an output came.
+        node: of the graph: its backward gets the parameters' gradients. It refers to the call, and lives as long as the graph.
         began, ended: its forward.
     """
 
@@ -92,6 +93,7 @@ class Call:
         self.num_holders: list[int] = []
         self.gradients: dict[ZeroParameter, Tensor] = {}
         self.graph_task = -1
+        self.node: Callable[[], object | None] = lambda: None
         self.began = next_event()
         self.ended: int | None = None
         self._epochs = [unit.epoch for unit in entry.units]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
@@ -56,6 +57,8 @@ class LiveCall(Protocol):
 
     is_done: bool
     began: int
+    session: object | None
+    node: Callable[[], object | None]
 
 
 class Lease:
