@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -451,3 +452,45 @@ def test_ties_made_in_a_forward_are_told_where_to_be_made(stage: int, collective
     for model in (twins.model, twins.reference):
         model.way = "put"
     twins.step(2)
+
+
+class PolicyAndAverage(nn.Module):
+    """Says that its parameters are the policy's, as trainers of preferences do, in a method that takes no argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.policy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.average = copy.deepcopy(self.policy).requires_grad_(False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+        return self.policy.parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            base = self.average(x)
+        out: Tensor = self.policy(x) - base
+        return out
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Let the average follow the policy."""
+        for mean, param in zip(self.average.parameters(), self.policy.parameters(), strict=True):
+            mean.lerp_(param, 0.5)
+
+
+@on_ranks(2, stage=STAGES)
+def test_a_model_may_have_a_method_parameters_of_its_own(stage: int) -> None:
+    models = [PolicyAndAverage(), PolicyAndAverage()]
+    zero.shard_model(models[1], {"stage": stage, "keep_whole_numel": 0})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in models]
+    for step in range(3):
+        for rank in range(2):
+            (models[0](batch(step, rank)) - 1).square().mean().div(2).backward()
+        (models[1](batch(step, dist.get_rank())) - 1).square().mean().backward()
+        for each, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            each.move()
+    for name, value in models[1].state_dict().items():
+        torch.testing.assert_close(value, models[0].state_dict()[name], msg=name)

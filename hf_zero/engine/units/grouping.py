@@ -262,7 +262,7 @@ def _by_size(model: nn.Module, min_numel: int) -> set[int]:
         if isinstance(module, _READS_CHILDREN):
             left = _numel(module)
         else:
-            own = sum(param.numel() for param in module.parameters(recurse=False))
+            own = sum(param.numel() for param in module._parameters.values() if param is not None)
             left = own + sum(visit(child) for child in module.children())
         if left >= min_numel and module is not model and not isinstance(module, _NOT_CALLED):
             entries.add(id(module))
@@ -274,11 +274,11 @@ def _by_size(model: nn.Module, min_numel: int) -> set[int]:
 
 
 def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+    return sum(param.numel() for _, param in module.named_parameters())
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return next(module.named_parameters(), None) is not None
 
 
 def roots_of(model: nn.Module, entries: set[int]) -> list[nn.Module]:
