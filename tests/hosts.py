@@ -1,6 +1,7 @@
 """Two hosts on one machine: network, process numbers, host name and shared memory of their own, with a line between them.
 
-`python -m tests.hosts 1gbit` trains over a line of that rate with each wire format, and prints times of a step.
+`python -m tests.hosts 1gbit 5 ddp fsdp2 "stage 3"` trains over a line of that rate, in 5 rounds, and prints times of a step;
+without names, in all ways: local, ddp, fsdp2, and each stage with each wire format.
 """
 
 from __future__ import annotations
@@ -130,59 +131,66 @@ import sys, time, torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 import hf_zero as zero
+from hf_zero.bench.step.engines import Setup, build
 from hf_zero.plan.models import config_of
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-ways = {
-    "exact": {},
-    "bfloat16": {"wire": {"gather": "bfloat16", "reduce": "bfloat16"}},
-    "int8, bfloat16": {"wire": {"gather": "int8", "reduce": "bfloat16"}},
-    "int8, int4": {"wire": {"gather": "int8", "reduce": "int4"}},
-    "exact, native": {"collectives": "native"},
-    "exact, auto": {"collectives": "auto"},
-}
-ways = {name: way for name, way in ways.items() if len(sys.argv) < 3 or name in sys.argv[2:]}
+wires = {"exact": {}, "bfloat16": {"gather": "bfloat16", "reduce": "bfloat16"}}
+wires |= {"int8, bfloat16": {"gather": "int8", "reduce": "bfloat16"}, "int8, int4": {"gather": "int8", "reduce": "int4"}}
+ways = {f"stage {stage}, {name}": {"stage": stage, "wire": wire} for stage in (3, 1, 2) for name, wire in wires.items()}
+ways |= {"stage 3, native": {"stage": 3, "collectives": "native"}}
+ways |= {"stage 3, gathered twice": {"stage": 3, "reshard_after_forward": True}}
+ways |= {"local": None, "ddp": None, "fsdp2": None}
+rounds, *chosen = sys.argv[1:]
+ways = {name: way for name, way in ways.items() if not chosen or name in chosen or name.partition(",")[0] in chosen}
+base = "ddp" if "ddp" in ways else next(iter(ways))
 times = {name: [] for name in ways}
-for _ in range(int(sys.argv[1])):
+
+def make():
+    config = config_of("llama-34m")
+    config.use_cache = False
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+for _ in range(int(rounds)):
     for name, way in ways.items():
-        config = config_of("llama-34m")
-        config.use_cache = False
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        engine = zero.shard_model(model, {"stage": 3, "collectives": "pairwise", **way})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        if way is None:
+            training = build(name, Setup(make, torch.device("cpu"), torch.float32, 1))
+            model, backward, step = training.model, training.backward, training.step
+        else:
+            model, backward = make(), torch.Tensor.backward
+            zero.shard_model(model, {"collectives": "pairwise", **way})
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            step = lambda: (optimizer.step(), optimizer.zero_grad())
         tokens = torch.randint(0, 1000, (1, 128))
-        for step in range(5):
-            if step == 2:
+        for number in range(5):
+            if number == 2:
                 dist.barrier()
                 start = time.perf_counter()
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            backward(model(input_ids=tokens, labels=tokens).loss)
+            step()
         dist.barrier()
         times[name].append((time.perf_counter() - start) / 3)
-        if name == "exact, auto" and dist.get_rank() == 0:
-            print(engine.world.shards.name, engine.world.shards.reason)
-        del model, engine, optimizer
+        training = model = optimizer = step = None
 if dist.get_rank() == 0:
     for name, seconds in times.items():
-        ratios = sorted(mine / exact for mine, exact in zip(seconds, times["exact"]))
+        ratios = sorted(mine / its for mine, its in zip(seconds, times[base]))
         middle = len(ratios) // 2
-        spread = f"{ratios[middle]:.2f} of exact ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"{name:16} {sorted(seconds)[middle] * 1e3:8.0f} ms a step, {spread}")
+        spread = f"{ratios[middle]:.2f} of {base} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        print(f"{name:24} {sorted(seconds)[middle] * 1e3:8.0f} ms a step, {spread}")
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 def main() -> None:
-    """Print the times of a step over a line of the rate given, with each wire format."""
+    """Print the times of a step over a line of the rate given."""
     rate, rounds, *names = [*sys.argv[1:], "5"] if len(sys.argv) == 2 else sys.argv[1:]
     with two_hosts(rate) as hosts:
         running = ranks_on(hosts, 1, [sys.executable, "-c", _SPEED, rounds, *names], Path.cwd())
         told = [process.communicate()[0] for process in running]
-    print(f"llama-34m, stage 3, 2 hosts with a rank each, {rate}, 1 x 128 tokens, {rounds} rounds")
+    print(f"llama-34m, 2 hosts with a rank each, {rate}, 1 x 128 tokens, {rounds} rounds")
     print(told[0] if all(process.returncode == 0 for process in running) else "\n".join(told))
 
 

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 # The house, from the ground up: a floor may import from the floors below it, and within itself where no circle arises.
 _FLOORS = [
-    ["errors", "layout", "tables", "changes", "under_way"],
+    ["errors", "layout", "tables", "changes", "under_way", "parameters"],
     ["torch_compat", "host"],
     ["config"],
     ["comm"],
@@ -230,3 +230,15 @@ def test_tensors_are_made_on_a_device_that_is_named(name: str) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _FACTORIES:
             is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             assert not is_torch or any(each.arg == "device" for each in node.keywords), f"{name}: line {node.lineno}"
+
+
+def test_modules_are_asked_for_their_parameters_in_one_place() -> None:
+    """Classes may have a `parameters` of their own, see hf_zero/parameters.py; benchmarks have none of these."""
+    found = [
+        f"{path.relative_to(_PACKAGE)}:{node.lineno}"
+        for path in _PACKAGE.rglob("*.py")
+        if path.relative_to(_PACKAGE).parts[0] != "bench"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
+    ]
+    assert not found, found

@@ -23,6 +23,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredAlone, GatheredParameters, gather_whole
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.errors import CheckpointError, UsageError
+from hf_zero.parameters import parameters_of
 
 _SAVING = "save_pretrained (all ranks must call it)"
 _CONVERSION = "path_initial_model_for_weight_conversion"  # an option of PEFT
@@ -30,7 +31,7 @@ _CONVERSION = "path_initial_model_for_weight_conversion"  # an option of PEFT
 
 def world_of_model(model: nn.Module) -> World | None:
     """The ranks that `model` is partitioned over; None if none of its parameters is."""
-    for param in model.parameters():
+    for param in parameters_of(model):
         if isinstance(param, DTensor):
             return world_of(param)
     return None
@@ -60,7 +61,7 @@ def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str]
 
 
 def _partitioned(model: nn.Module) -> list[Tensor]:
-    return [param for param in model.parameters() if isinstance(param, DTensor)]
+    return [param for param in parameters_of(model) if isinstance(param, DTensor)]
 
 
 def _alone(value: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def _save_converted(
 def _computed_with(model: nn.Module) -> list[nn.Parameter]:
     """What PEFT runs a forward of when it saves, on rank 0 alone: the encoders of prompts."""
     encoder = getattr(model, "prompt_encoder", None) if hasattr(model, "peft_config") else None
-    return list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
+    return list(parameters_of(encoder)) if isinstance(encoder, nn.Module) else []
 
 
 def _save_plain(model: nn.Module, place: str, save: Callable[[], Any]) -> None:

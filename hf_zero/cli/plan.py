@@ -18,6 +18,7 @@ from hf_zero.cli.planning.tuning import keys_of, tuned
 from hf_zero.config.offload import Offload
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.parameters import parameters_of
 from hf_zero.tables import aligned
 from hf_zero.tables import size_told as size
 
@@ -239,7 +240,7 @@ def _offloads(place: str, stage: int, args: argparse.Namespace) -> list[Offload]
 
 
 def _model_told(model: nn.Module, shape: ModelShape) -> str:
-    sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
+    sizes = [(param.numel(), param.requires_grad) for param in parameters_of(model)]
     trained = sum(numel for numel, trains in sizes if trains)
     total = sum(numel for numel, _ in sizes)
     return f"{shape.name}: {total:,} parameters ({trained:,} trainable), {len(shape.units)} units"

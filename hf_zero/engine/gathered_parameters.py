@@ -27,6 +27,7 @@ from hf_zero.engine.ranks.world import World, world_that_cut
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import UsageError
 from hf_zero.layout import Cut
+from hf_zero.parameters import parameters_of
 
 
 @dataclass(eq=False)
@@ -97,7 +98,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         if isinstance(params, nn.Module):
-            chosen: list[Tensor] = list(params.parameters())
+            chosen: list[Tensor] = list(parameters_of(params))
         else:
             chosen = [params] if isinstance(params, Tensor) else list(params)
         self._params = list({id(param): param for param in map(current, chosen)}.values()) if enabled else []

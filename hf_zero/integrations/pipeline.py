@@ -32,6 +32,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, PartitionError, UsageError
 from hf_zero.layout import PlacedLayout
+from hf_zero.parameters import parameters_of
 
 
 class Passed(nn.Module):
@@ -105,7 +106,7 @@ def _tied_names(model: nn.Module) -> list[str]:
 def _check_passes(model: PreTrainedModel, layers: nn.ModuleList, after: list[str]) -> None:
     """Raise if the model does more with hidden states than its plan says: each stage would do it again."""
     kept = list(layers)
-    size, like = model.config.get_text_config().hidden_size, next(model.parameters())
+    size, like = model.config.get_text_config().hidden_size, next(parameters_of(model))
     hidden = torch.randn(1, 3, size, device=like.device, dtype=like.dtype)
     tails = {each: model.get_submodule(each) for each in after if each.startswith(f"{model.base_model_prefix}.")}
     try:
@@ -166,7 +167,7 @@ def clip_grad_norm_(models: Sequence[nn.Module], max_norm: float, group: dist.Pr
     Returns:
         The norm, before clipping.
     """
-    params = [param for model in models for param in model.parameters() if param.grad is not None]
+    params = [param for model in models for param in parameters_of(model) if param.grad is not None]
     own = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
     own = own.full_tensor() if isinstance(own, DTensor) else own
     squared = own.detach().double() ** 2

@@ -33,6 +33,7 @@ from hf_zero.engine.parameters.experts import are_experts
 from hf_zero.engine.tiles.blocks import TiledBlock, mlps_of
 from hf_zero.engine.tiles.heads import Runner, TiledHead, heads_of
 from hf_zero.errors import UsageError
+from hf_zero.parameters import parameters_of
 from hf_zero.plan.tensor_axis import Receiving
 
 
@@ -265,7 +266,7 @@ _Convert = Callable[[Tensor], Tensor]  # of a tensor on the meta device, to one 
 def _tokens(model: nn.Module, count: int, convert: _Convert) -> Tensor:
     """Hidden states [count, width] of a model of transformers."""
     width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-    dtype = next(model.parameters()).dtype
+    dtype = next(parameters_of(model)).dtype
     return convert(torch.empty(count, width, dtype=dtype, device="meta")).requires_grad_()
 
 
@@ -281,7 +282,7 @@ def _of_slice(mlp: nn.Module, tokens: Tensor, convert: _Convert) -> int:
 
 def _of_sums(module: nn.Module) -> int:
     """Bytes of the gradients of weights that slices add up, and of those of one slice."""
-    own = [param for param in module.parameters() if param.requires_grad]
+    own = [param for param in parameters_of(module) if param.requires_grad]
     return sum(param.numel() * (4 + param.element_size()) for param in own)
 
 

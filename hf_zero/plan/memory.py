@@ -2,9 +2,10 @@
 
 [Note: peak] Rows, optimizer states, buffers and whole copies stay. Beside them, the memory of a step moves from activations to
 gradients. Three moments are looked at: the backward begins (all activations, and the gradient of the largest of them), is half
-done, and ends. On their way are whole gradients and what peers send of them. Reductions end while the backward goes on: beside
-real runs, half of `bucket_bytes` on the way fits the middle, and all of it the end. With accumulation, gradients of earlier
-micro-batches are there all the time; without it, stage 1 keeps none of them whole for longer than their unit's backward.
+done, and ends. The gradient of a tied weight waits meanwhile. On their way are whole gradients and what peers send of them.
+Reductions end while the backward goes on: beside real runs, half of `bucket_bytes` on the way fits the middle, and all of it
+the end. With accumulation, gradients of earlier micro-batches are there all the time; without it, stage 1 keeps none of them
+whole for longer than their unit's backward.
 """
 
 from __future__ import annotations
@@ -192,7 +193,10 @@ def kept_units(model: ModelShape, setting: Setting) -> KeptUnits:
     if not _gathers(setting):
         return KeptUnits()
     sizes = enumerate(zip(model.units, unit_bytes(model, setting), strict=True))
-    units = [Candidate(index, size, unit.uses.calls > 1 or unit.uses.reads > 0) for index, (unit, size) in sizes]
+    units = [
+        Candidate(index, size, uses.calls > 1 or uses.reads > 0, uses.calls > 1 and uses.reads > 0)
+        for index, (uses, size) in ((index, (unit.uses, size)) for index, (unit, size) in sizes)
+    ]
     return choose(reversed(units), asked_bytes(setting.config), setting.config.prefetch_bytes)
 
 
@@ -222,15 +226,15 @@ def _peak(model: ModelShape, setting: Setting, states: ModelStates, gathered: in
     on_disk = states.parameters_on_disk + states.optimizer_on_disk
     stays = states.parameters + states.optimizer - on_disk + model.buffer_bytes + slots
     before = float(gradients if setting.accumulates else 0)
+    waiting = _waiting(model, setting)
     if ranks > 1 and (policy.shards_gradients or not setting.accumulates):
         on_way = min(config.bucket_bytes, sum(sizes))
         done = rows * (1 - on_way / sum(sizes)) if sizes else 0.0
-        waiting = _waiting(model, setting)
         middle = max(before, (at_once + rows) / 2 - on_way / 2 / ranks) + gathered + on_way + waiting
         end = max(before, at_once + done) + 2 * on_way + (largest if _gathers(setting) else 0) + waiting
     else:
         on_way = 2 * largest if ranks == 1 < setting.num_ranks else _others(largest, setting.num_ranks)
-        middle = max(before, gradients / 2) + on_way
+        middle = max(before, gradients / 2) + on_way + waiting
         end = gradients + on_way
     down = before + gathered + _coming_down(model, setting, states, largest) if states.rows_from_device else None
 
@@ -238,7 +242,7 @@ def _peak(model: ModelShape, setting: Setting, states: ModelStates, gathered: in
         begin, half_way = kept.total + kept.largest + before + gathered, kept.total / 2 + middle
         if setting.accumulates:
             begin = max(begin, half_way if policy.shards_gradients else kept.total + before + on_way)
-        rest = max(half_way, end) if down is None else down + kept.total / 2
+        rest = max(half_way, end) if down is None else down + kept.total / 2 + waiting
         return round(stays + max(begin, rest))
 
     return most
@@ -247,7 +251,9 @@ def _peak(model: ModelShape, setting: Setting, states: ModelStates, gathered: in
 def _waiting(model: ModelShape, setting: Setting) -> int:
     """Bytes of gradients that wait for another use of a tied weight: see [Note: one reduction] in engine/backward."""
     found = [p for placed in placed_of(model, setting) for p in placed if p.trains and p.uses.calls > 1]
-    return sum(p.layout.numel * p.compute.itemsize for p in found if p.num_reductions(setting.config) == 1)
+    found = [p for p in found if p.num_reductions(setting.config) == 1]
+    # Of two, the first waits as it was made; of more, their sum.
+    return sum(p.layout.numel * (p.compute if p.uses.calls == 2 else p.gradient.summed).itemsize for p in found)
 
 
 def _made_as_rows(model: ModelShape, setting: Setting) -> int:

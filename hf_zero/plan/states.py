@@ -23,7 +23,7 @@ class Uses:
     """How often a step of one micro-batch uses a unit. A tied weight has a use for each of the modules that hold it.
 
     Attributes:
-        calls: in the forward, each of which is gathered for; each has a gradient, which is reduced.
+        calls: in the forward, each of which is gathered for; each has a gradient, see `Placed.num_reductions`.
         reads: calls whose backward reads the parameters again.
     """
 

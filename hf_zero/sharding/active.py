@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.engine.engine import engine_of
 from hf_zero.errors import UsageError
+from hf_zero.parameters import parameters_of
 
 if TYPE_CHECKING:
     from hf_zero.sharding.construct import Cutter
@@ -81,5 +82,5 @@ def is_left_whole(model: nn.Module) -> bool:
 def is_partitioned(model: nn.Module) -> bool:
     """Whether the model, or a part of it, is run by hf_zero, or was partitioned while it was made."""
     return any(engine_of(module) is not None for module in model.modules()) or any(
-        isinstance(param, DTensor) for param in model.parameters()
+        isinstance(param, DTensor) for param in parameters_of(model)
     )

@@ -15,6 +15,7 @@ from hf_zero.engine.parameters.records import is_gathered
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import PartitionError, UsageError
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
@@ -31,8 +32,8 @@ def check_model(model: nn.Module) -> None:
     if len(set(device_map.values())) > 1:
         raise PartitionError(f"{name} is spread over {device_map}: load it without device_map")
     refuse_lazy(model)
-    devices = {str(param.device) for param in model.parameters()}
-    whole = {str(param.device) for param in model.parameters() if not isinstance(param, DTensor)}
+    devices = {str(param.device) for param in parameters_of(model)}
+    whole = {str(param.device) for param in parameters_of(model) if not isinstance(param, DTensor)}
     if len(whole) > 1:
         raise PartitionError(f"{name} is on several devices ({', '.join(sorted(whole))}): move it to one first")
     if devices == {"meta"}:
@@ -82,7 +83,7 @@ def check_quantised(model: nn.Module, world: World) -> None:
     """Raise a `PartitionError` on every rank if quantised weights would have to be cut, or differ between the ranks."""
     own = [(name, param) for name, param in model.named_parameters() if is_of_own_class(param)]
     name = type(model).__name__
-    is_cut = any(is_quantised(param) for param in model.parameters())
+    is_cut = any(is_quantised(param) for param in parameters_of(model))
     is_known = is_cut or (bool(own) and all(can_be_cut(param) for _, param in own))
     cuts = world.config.policy.shards_parameters and world.partitions
     if cuts and not is_known and (own or getattr(model, "is_quantized", False)):

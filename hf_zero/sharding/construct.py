@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.ranks.world import World
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.whole_window import WINDOW_BYTES, WholeWindow, is_plain, is_shard, own, to_shard
 
 
@@ -244,7 +245,7 @@ class Cutter:
         """The outermost modules constructed here that hold shards, or, if nothing is cut, parameters."""
         roots = [module for module in self._made if module not in self._parts]
         cuts = self.cuts_as_made
-        return [module for module in roots if any(is_shard(param) or not cuts for param in module.parameters())]
+        return [module for module in roots if any(is_shard(param) or not cuts for param in parameters_of(module))]
 
     def _on_registration(self, module: nn.Module, name: str, param: nn.Parameter | None) -> Tensor | None:
         if not self._is_paused and threading.get_ident() == self._thread:

@@ -15,6 +15,7 @@ from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
 from hf_zero.host.room import free_bytes
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.sequence.passes import whole_sequences
 
 # A rank that has nobody to gather with must not find out only after `timeout_s`, which is made for slow exchanges. Ranks
@@ -67,7 +68,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 def _engine_with(model: nn.Module) -> ZeroEngine | None:
     """The engine that knows the parameters of a model, or of the model around it (PEFT's), if it has started."""
-    first = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
+    first = next((param for param in parameters_of(model) if isinstance(param, DTensor)), None)
     return None if first is None else next((each for each in live_engines() if each.find(first) is not None), None)
 
 
@@ -96,7 +97,7 @@ def _gathers_once(model: nn.Module, world: World) -> bool:
     if engine is not None:
         return sum(unit.buffer_nbytes for unit in engine.units if unit.is_releasable) <= budget
     compute = world.precision.compute_for
-    return sum(param.numel() * compute(param.dtype).itemsize for param in model.parameters()) <= budget
+    return sum(param.numel() * compute(param.dtype).itemsize for param in parameters_of(model)) <= budget
 
 
 @contextlib.contextmanager

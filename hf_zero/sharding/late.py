@@ -23,6 +23,7 @@ from hf_zero.engine.parameters.records import ZeroParameter, is_gathered
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, named_blocks
 from hf_zero.optim.optimizers import hear_of_steps, hold_current
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.axes.cutting import broadcast_buffers, partition_whole, raise_to_master, take_home
 from hf_zero.sharding.axes.experts import share_experts
@@ -112,7 +113,7 @@ class LateEngine:
         is_run = _is_run(module)
         if not is_run and self.world.partitions and self._is_left_plain(module):
             return None
-        if not torch.is_grad_enabled() and any(map(is_lazy, module.parameters())):
+        if not torch.is_grad_enabled() and any(map(is_lazy, parameters_of(module))):
             return None  # lazy modules see an example
         engine = None if is_run else self._start(module)
         self._end()
@@ -127,7 +128,7 @@ class LateEngine:
 
     def _is_left_plain(self, module: nn.Module) -> bool:
         """Whether a model is whole now: inside `GatheredParameters`, whose end it waits for, or a copy made there."""
-        params = list(module.parameters())
+        params = list(parameters_of(module))
         if any(isinstance(param, DTensor) for param in params):
             return False
         return not self.is_anew or any(map(is_gathered, params))
@@ -136,7 +137,7 @@ class LateEngine:
         """Make the engine of `model` in a call of a part of it, or of itself, and let it see this call."""
         if part is model:
             return self(model, args, kwargs)
-        if all(map(is_gathered, part.parameters())):
+        if all(map(is_gathered, parameters_of(part))):
             return None  # it computes with what it has, and the next forward makes the engine
         known = set(part._forward_pre_hooks)
         if self.start(model) is None:
@@ -187,13 +188,13 @@ def is_late(model: nn.Module) -> bool:
 def attach_late(model: nn.Module, world: World) -> None:
     """Make a model that was partitioned while it was made get its engine at its first forward."""
     world.models.add(model)
-    for param in model.parameters():
+    for param in parameters_of(model):
         param._zero_world = world  # type: ignore[attr-defined]
     handle = model.register_load_state_dict_pre_hook(CutStateDict(world))  # type: ignore[no-untyped-call]
     late = LateEngine(world, load_handle=handle)
     hook = Hook(late, copied_as=LateEngine(world))
     model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
+    parts = [part for part in model.modules() if part is not model and next(parameters_of(part), None) is not None]
     if world.partitions:
         inside = Hook(_LateInside(model, late))
         late.inside += [part.register_forward_pre_hook(inside, with_kwargs=True, prepend=True) for part in parts]
@@ -210,7 +211,7 @@ def run_instead(model: nn.Module) -> None:
     Otherwise what it adds (the encoder of a prompt) would be in no engine, and nobody would reduce its gradients; and what is
     left of a model would lack the methods of a partitioned one. A model without a partitioned part stays as it is.
     """
-    params = list(model.parameters())
+    params = list(parameters_of(model))
     engines = [engine for engine in live_engines() if any(engine.find(p) is not None for p in params)]
     world = engines[0].world if engines else world_at_rest(model)
     if world is None:
@@ -228,7 +229,7 @@ def world_at_rest(model: nn.Module) -> World | None:
             for late in (hook, getattr(hook, "copied_as", None)):
                 if isinstance(late, LateEngine):
                     return late.world
-    for param in model.parameters():
+    for param in parameters_of(model):
         if isinstance(param, DTensor):
             return world_of(param)
     return None

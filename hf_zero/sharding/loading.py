@@ -25,6 +25,7 @@ from hf_zero.changes import Changes
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError
 from hf_zero.layout import RowLayout
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.axes.experts import check_experts
 from hf_zero.sharding.axes.tensor_parallel import refuse_mixed_parts, remember_tensor_axis
 from hf_zero.sharding.construct import Cutter, is_parameter
@@ -255,7 +256,7 @@ class LoadSeam:
         load = self._load_of_library
         if self.left_whole is not None:
             self.left_whole.add(model)
-        is_ours = not self.is_paused and expected_keys is None and any(p.is_meta for p in model.parameters())
+        is_ours = not self.is_paused and expected_keys is None and any(p.is_meta for p in parameters_of(model))
         if load_config.hf_quantizer is not None and self._open_cutter is None:
             is_ours = False  # whole, until `shard_model` cuts what can be cut
         if is_ours and not self.comes_together(f"loading {load_config.pretrained_model_name_or_path}"):
@@ -280,7 +281,7 @@ class LoadSeam:
             PartitionError,
         )
         whole = names_to_read_whole(model, shapes, load_config.weight_mapping, self._world)
-        for param in model.parameters():  # transformers makes them anew, so what a constructor froze is trained then
+        for param in parameters_of(model):  # transformers makes them anew, so what a constructor froze is trained then
             param.requires_grad_(param.is_floating_point())
         cutter.cut_meta(model, keep_whole=whole)
         with ExitStack() as stack:

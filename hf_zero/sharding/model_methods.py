@@ -33,6 +33,7 @@ from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredParameters
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.axes.experts import share_experts
 from hf_zero.sharding.generation import generate
 from hf_zero.sharding.other_libraries.resting_on_host import tell_device
@@ -53,7 +54,7 @@ def attach(model: nn.Module, world: World) -> None:
         return
     name = "_is_distributed_loading_by_transformers"
     attributes[name if hasattr(type(model), name) else name.removeprefix("_")] = True
-    for param in model.parameters():
+    for param in parameters_of(model):
         if not isinstance(param, DTensor):  # stage 0: otherwise the Trainer averages their gradients a second time
             param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
     for part in model.modules():
@@ -105,6 +106,6 @@ def _save_pretrained_of_library(self: nn.Module, *args: Any, **kwargs: Any) -> N
 def _resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`resize_token_embeddings` on whole embeddings; all ranks must call it."""
     embeddings = [self.get_input_embeddings(), self.get_output_embeddings()]  # type: ignore[operator]
-    params = [param for module in embeddings if module is not None for param in module.parameters()]
+    params = [param for module in embeddings if module is not None for param in parameters_of(module)]
     with GatheredParameters(params):
         return type(self).resize_token_embeddings(self, *args, **kwargs)  # type: ignore[attr-defined]

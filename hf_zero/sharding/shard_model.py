@@ -19,6 +19,7 @@ from hf_zero.engine.parameters.records import at_rest
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import find_parameters, ignore
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding import model_methods
 from hf_zero.sharding.checks import (
     check_model,
@@ -118,7 +119,7 @@ def _to_be_ignored(model: nn.Module, given: Iterable[nn.Parameter]) -> list[nn.P
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where the ranks will have a model: a CPU's on their accelerators, unless the group is for CPUs; others where they are."""
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    device = next((param.device for param in parameters_of(model)), torch.device("cpu"))
     group = default_group()
     if group is None or (device.type != "cpu" and torch_groups.exchanges_on(group, device)):
         return device

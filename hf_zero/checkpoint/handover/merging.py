@@ -16,13 +16,14 @@ from hf_zero.checkpoint.handover.contents import is_adapter_layer
 from hf_zero.engine.parameters.quantised import as_shown, is_quantised
 from hf_zero.engine.parameters.records import put
 from hf_zero.errors import UsageError
+from hf_zero.parameters import parameters_of
 
 _QUANTISED = ("Params4bit", "Int8Params")
 
 
-def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+def parameters_merged(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     """The parameters that merging the adapters of these layers reads."""
-    return list({id(param): param for layer in layers for param in layer.parameters()}.values())
+    return list({id(param): param for layer in layers for param in parameters_of(layer)}.values())
 
 
 def state_of(layer: nn.Module) -> int:

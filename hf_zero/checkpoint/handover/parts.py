@@ -16,12 +16,13 @@ from hf_zero.checkpoint.files.model_plan import FilePlan, NotMovedError, plan_mo
 from hf_zero.checkpoint.files.pieces import Piece
 from hf_zero.checkpoint.files.tensor_file import TensorInfo
 from hf_zero.checkpoint.handover.contents import Weight, base_of, weights_of
-from hf_zero.checkpoint.handover.merging import as_number, is_packed, merged, number_of, parameters_of, state_of
+from hf_zero.checkpoint.handover.merging import as_number, is_packed, merged, number_of, parameters_merged, state_of
 from hf_zero.checkpoint.handover.unchanged import fingerprints
 from hf_zero.checkpoint.ranks.one_writer import saving_alone
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.layout import row_major
+from hf_zero.parameters import parameters_of
 
 Names = Literal["saved", "model"]
 Whole = Callable[[], Tensor]
@@ -78,7 +79,7 @@ class Part:
 
     def _merged(self, of: dict[int, Whole]) -> dict[str, Tensor]:
         """The weights after adapters have been merged into them."""
-        own = {id(param): of[id(param)]() for param in parameters_of(self.layers)}
+        own = {id(param): of[id(param)]() for param in parameters_merged(self.layers)}
         others = {id(w.value): of[id(w.value)]() for w in self.weights.values() if id(w.value) not in own}
         found: dict[str, Tensor] = {}
         with merged(self.layers, own, self.as_numbers) as stand_ins:
@@ -203,7 +204,7 @@ class _Grouping:
             for layer in self._layers.get(id(waiting.pop()), []):
                 if id(layer) not in layers:
                     layers[id(layer)] = layer
-                    new = [param for param in layer.parameters() if id(param) not in sources]
+                    new = [param for param in parameters_of(layer) if id(param) not in sources]
                     sources.update((id(param), param) for param in new)
                     waiting += new
         part = Part(self._as_numbers, self._dtype)

@@ -21,6 +21,7 @@ from hf_zero.comm.together import described
 from hf_zero.engine.engine import live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError, CollectiveError
+from hf_zero.parameters import parameters_of
 
 _calls: Counter[str] = Counter()  # by place, on this rank
 _POLL_S = 0.02
@@ -48,7 +49,7 @@ def is_saving_alone() -> bool:
 
 def world_of_whole(model: nn.Module) -> World | None:
     """The ranks that each hold all of `model`, in stage 0; None if they are not several, or cut it."""
-    param = next(model.parameters(), None)
+    param = next(parameters_of(model), None)
     if param is None:
         return None
     engine = next((each for each in live_engines() if each.find(param) is not None), None)

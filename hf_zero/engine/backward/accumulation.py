@@ -8,10 +8,11 @@ backward has reduced are added to it so that the average gives them back. The ne
 reduces it.
 
 [Note: one reduction] What several calls use (a head tied to the embedding, layers that share their weights) has gradients of
-each of them. As autograd does for a parameter of any model, the first waits for the last, and their sum is reduced: one
-exchange, and DDP's order of additions. So it is in stages 2 and 3 too, where it costs a whole gradient's memory as long as it
-waits; but for gradients in half precision that an exchange sends as they are, and adds up in float32 where they arrive: their
-sum would be rounded on the way, and two exchanges of them have the bytes of one in float32.
+each of them. As autograd does for a parameter of any model, the first waits for the last that the running backward comes to,
+and their sum is reduced: one exchange, and DDP's order of additions. So it is in stages 2 and 3 too, where it costs a whole
+gradient's memory as long as it waits. Apart from that are uses in parts that reentrant checkpoints run, each a backward of its
+own; and gradients in half precision that an exchange sends as they are, and adds up in float32 where they arrive: their sum
+would be rounded on the way, and two exchanges of them have the bytes of one in float32.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Accumulation:
 
     def run_hooks(self) -> None:
         """Pass this rank's whole gradients through what users have registered, once a backward, as autograd does."""
-        for unit, waiting in self._hooked.items():
+        hooked, self._hooked = self._hooked, {}
+        for unit in list(hooked):
+            waiting = hooked.pop(unit)
             for p in unit.parameters:
                 if p in waiting and grad_hooks(p.param):
                     p.computed.refuse_part(f"the gradient of {p.name!r} has a hook")
@@ -119,14 +122,12 @@ class Accumulation:
             self._add(self._sums[unit], given)
         else:
             self._sums[unit] = given
-        if not self._is_to_wait(unit, given, self.reducer):
+        if not (self._comes_again(unit) and all(map(self.reducer.sends_sums, given))):  # see [Note: one reduction]
             self._reduce_sums(unit, self.reducer)
 
-    def _is_to_wait(self, unit: Unit, given: WholeGradients, reducer: Reducer) -> bool:
-        """Whether what has come waits for another use: see [Note: one reduction]."""
-        if self._keeps_whole:
-            return not all(call.is_done for call in unit.live_calls)
-        return self._comes_again(unit) and all(reducer.sends_sums(p) for p in given)
+    def is_waiting(self, unit: Unit) -> bool:
+        """Whether something has come of a unit that is not reduced yet."""
+        return unit in self._sums
 
     def _add(self, sums: WholeGradients, given: WholeGradients) -> None:
         """Add the gradients of another use; autograd may have handed those of the first to somebody else, too."""

@@ -338,7 +338,7 @@ class Backward:
             found = gradients
             if len(call.units) > 1:
                 found = {p: gradients[p] for p in unit.parameters if p in gradients}
-            if found:
+            if found or session.gradients.is_waiting(unit):
                 session.gradients.add(unit, found)
         self._close(call)
 

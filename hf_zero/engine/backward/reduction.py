@@ -152,6 +152,7 @@ class Reducer:
         for p in named_by(reports.highest.used, parameters):
             self.given[p] = None
         self._give([(p, self._unused[p]) for p in self.given if p in self._unused])
+        self._unused.clear()
         if self.landing is not None:
             self.landing.wait()
         if self.order.is_to_change(has_leftover, reports.lowest.has_held):

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.modules.hooks import Hook
 from hf_zero.errors import ConfigError
+from hf_zero.parameters import parameters_of
 
 _HALF = (torch.float16, torch.bfloat16)
 # transformers': what it keeps in float32 where a model is loaded in these dtypes.
@@ -59,7 +60,7 @@ def _fits(entry: str, name: str, module: nn.Module) -> bool:
 
 def kept_parameters(model: nn.Module, config: ZeroConfig) -> set[nn.Parameter]:
     """The parameters that modules see in float32, whatever the compute dtype is."""
-    kept = {param for module in find_modules(model, config) for param in module.parameters()}
+    kept = {param for module in find_modules(model, config) for param in parameters_of(module)}
     return kept | set(_kept_by_transformers(model, config))
 
 

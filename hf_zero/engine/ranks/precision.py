@@ -16,7 +16,7 @@ class GradientDtypes:
     """How a whole gradient is reduced; facts that all ranks share, also those that have no gradient.
 
     Attributes:
-        given: dtype in which it is given to its exchange.
+        given: dtype in which it is given to its exchange; what was added up before may be in that of the sum, see `send_sums`.
         sent: dtype in which it travels.
         summed: dtype in which it is added up.
     """

@@ -18,6 +18,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.tiles.heads import Runner, Surroundings
 from hf_zero.engine.tiles.work import Work
 from hf_zero.errors import ConfigError
+from hf_zero.parameters import parameters_of
 
 _NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "ff")
 _MIXES = ("expert", "router", "moe", "gate")  # in names of parts, but for a gate's projection
@@ -103,5 +104,5 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
         return False
     names = [path.rpartition(".")[2].lower() for path, _ in module.named_modules()]
     mixes = any(word in each and "proj" not in each for each in names for word in _MIXES)
-    is_flat = all(param.ndim <= 2 for param in module.parameters())
-    return not mixes and is_flat and next(module.parameters(), None) is not None
+    is_flat = all(param.ndim <= 2 for param in parameters_of(module))
+    return not mixes and is_flat and next(parameters_of(module), None) is not None

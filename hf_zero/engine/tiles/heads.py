@@ -23,6 +23,7 @@ from hf_zero.engine.tiles.work import Work
 from hf_zero.engine.units.reading import replace_tensors
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import ConfigError, UsageError
+from hf_zero.parameters import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class TiledHead:
         return put_off(_Logits(self, tokens), tokens, (), like, self._is_in_graph(tokens))
 
     def _is_in_graph(self, tokens: Tensor) -> bool:
-        trains = tokens.requires_grad or any(param.requires_grad for param in self.module.parameters())
+        trains = tokens.requires_grad or any(param.requires_grad for param in parameters_of(self.module))
         return torch.is_grad_enabled() and trains
 
     def _like(self, tokens: Tensor) -> Tensor | None:

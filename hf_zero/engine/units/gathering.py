@@ -196,7 +196,7 @@ class Gathering:
 
     def _choose_kept(self) -> None:
         order = map(self.units.__getitem__, dict.fromkeys(self.reductions.units))
-        candidates = [Candidate(u.index, u.buffer_nbytes, _saves_gathers(u)) for u in order if u.comes_and_goes]
+        candidates = [_candidate(u) for u in order if u.comes_and_goes]
         self.kept = choose(candidates, self.budget.num_bytes, self._world.config.prefetch_bytes)
         self.budget.kept_bytes = sum(self.units[index].buffer_nbytes for index in self.kept.by_budget)
 
@@ -385,7 +385,8 @@ class Gathering:
         self.on_rows_changed(self._parameters)
 
 
-def _saves_gathers(unit: Unit) -> bool:
-    """Whether a step of a micro-batch gathers a unit less often if it stays whole from its forward to its backward."""
-    entries = unit.entries
-    return len(entries) > 1 or any(map(reads_in_backward, entries))
+def _candidate(unit: Unit) -> Candidate:
+    """What decides whether a unit stays whole from its forward to its backward."""
+    num_reading, num_entries = sum(map(reads_in_backward, unit.entries)), len(unit.entries)
+    is_tied = num_entries > 1 and num_reading > 0
+    return Candidate(unit.index, unit.buffer_nbytes, num_entries > 1 or num_reading > 0, is_tied)

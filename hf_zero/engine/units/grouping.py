@@ -16,6 +16,7 @@ from hf_zero.engine.parameters.records import ZeroParameter, at_rest_id
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError
+from hf_zero.parameters import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def _entries(model: nn.Module, grouping: UnitGrouping) -> set[int]:
     else:
         blocks = _automatic_blocks(model)
     if not blocks:
-        total = sum(param.numel() for param in model.parameters())
+        total = sum(param.numel() for param in parameters_of(model))
         level = logging.WARNING if total >= _LARGE_NUMEL else logging.INFO  # of a small one, it does not matter
         logger.log(
             level,

@@ -49,11 +49,13 @@ class Candidate:
         index: its number.
         num_bytes: while it is whole.
         saves_gathers: a step gathers it less often if it stays.
+        is_tied: several modules compute with it: a backward begins with the last of them, a head.
     """
 
     index: int
     num_bytes: int
     saves_gathers: bool
+    is_tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,11 @@ def choose(units: Iterable[Candidate], num_bytes: int, prefetch_bytes: int) -> K
     """The units that stay, see [Note: kept units].
 
     Args:
-        units: that come and go, in the order in which a backward comes to them.
+        units: that come and go, in the order in which a backward is done with them.
         num_bytes: the budget.
         prefetch_bytes: how many may be gathered ahead; one unit at least, unless 0.
     """
-    order, left = list(units), num_bytes
+    order, left = sorted(units, key=lambda unit: not unit.is_tied), num_bytes
     by_budget: set[int] = set()
     for unit in order:
         if num_bytes == UNLIMITED or (unit.saves_gathers and unit.num_bytes <= left):

@@ -53,7 +53,7 @@ class Unit:
         num_leases: how many read the whole tensors.
         guarded: views that nodes of graphs keep, which make the unit whole before they run.
         is_shared: the host's ranks read the same memory.
-        live_calls: whose graphs live: where gradients are reduced once a step, after the last of them.
+        live_calls: whose graphs live: gradients are reduced after the last of them that a backward comes to.
     """
 
     def __init__(

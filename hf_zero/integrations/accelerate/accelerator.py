@@ -38,6 +38,7 @@ from hf_zero.integrations.accelerate.tensor_axis import (
     with_axes,
 )
 from hf_zero.optim.optimizers import rebind_optimizer
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.shard_model import shard_model
 
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")  # axes of accelerate's mesh
@@ -149,7 +150,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         # With `evaluation_mode`, accelerate does not wrap a model in DDP, which refuses frozen models on the CPU.
         if engine_of(model) is not None:
             device_placement, evaluation_mode = False, True
-        elif not any(param.requires_grad for param in model.parameters()):
+        elif not any(param.requires_grad for param in parameters_of(model)):
             evaluation_mode = True
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared
@@ -167,8 +168,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         return args  # accelerate would look for parameters by addresses of rows, which may be empty
 
     def _partition(self, model: nn.Module) -> None:
-        if engine_of(model) is None and any(param.requires_grad for param in model.parameters()):
-            is_moved_as_cut = default_group() is not None and all(p.device.type == "cpu" for p in model.parameters())
+        if engine_of(model) is None and any(param.requires_grad for param in parameters_of(model)):
+            is_moved_as_cut = default_group() is not None and all(p.device.type == "cpu" for p in parameters_of(model))
             if not is_moved_as_cut and not getattr(model, "is_quantized", False):  # transformers refuses to move that
                 model.to(self.device)
             shard_model(model, self._zero_config, self._zero_mesh)
@@ -180,7 +181,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for an optimizer of a forgotten or foreign model, which would silently train nothing."""
         known = {id(param) for engine in live_engines() for param in _params_held_by(engine.model)}
-        known |= {id(param) for model in self._models for param in model.parameters()}
+        known |= {id(param) for model in self._models for param in parameters_of(model)}
         inner = getattr(optimizer, "optimizer", optimizer)
         strange = [param for group in inner.param_groups for param in group["params"] if id(param) not in known]
         if strange and self._models:

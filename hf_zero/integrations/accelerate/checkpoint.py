@@ -45,6 +45,7 @@ from hf_zero.integrations.accelerate.hooks import after_load_hooks, after_save_h
 from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
 from hf_zero.integrations.accelerate.weight_files import numbered, plan_weights, weights_name
 from hf_zero.integrations.random_state import share_random_state
+from hf_zero.parameters import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def save_state(accelerator: Any, output_dir: str | os.PathLike[str] | None, max_
     """
     ranks = world_of_accelerator(accelerator)
     assert ranks is not None
-    params = [param for model in models_of(accelerator) for param in model.parameters() if isinstance(param, DTensor)]
+    params = [param for model in models_of(accelerator) for param in parameters_of(model) if isinstance(param, DTensor)]
     is_alone = not ranks.all_come("save_state (all ranks must call it)", params)
     world = World.alone(ranks.config, ranks.device) if is_alone else ranks
     project = accelerator.project_configuration
@@ -194,7 +195,7 @@ def _names_for(optimizer: Any, accelerator: Any) -> nn.Module:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     models = models_of(accelerator)
     for model in models:
-        if held <= {id(param) for param in model.parameters()}:
+        if held <= {id(param) for param in parameters_of(model)}:
             return model
     return nn.ModuleList(models)
 

@@ -37,6 +37,7 @@ from hf_zero.integrations.trainer import patch
 from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.integrations.trainer.metrics import Metrics
 from hf_zero.integrations.trainer.pace import Pace, share_of_time
+from hf_zero.parameters import parameters_of
 from hf_zero.plan.summary import Measured, Start, summary, summary_after
 from hf_zero.sharding.active import is_left_whole, is_partitioned
 from hf_zero.sharding.init import activate
@@ -395,5 +396,5 @@ def _prepare_model(model: nn.Module | None, args: TrainingArguments, callbacks: 
 
 
 def _is_worth_a_warning(model: nn.Module, config: ZeroConfig) -> bool:
-    nbytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    nbytes = sum(param.numel() * param.element_size() for param in parameters_of(model))
     return config.policy.shards_parameters and nbytes >= _LARGE_BYTES

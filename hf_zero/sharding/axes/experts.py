@@ -17,6 +17,7 @@ from hf_zero.engine.modules.experts import Dispatch
 from hf_zero.engine.parameters.experts import Routes, mark_experts, so_many_experts
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.axes.shared_experts import SharedExperts
 
 _MARK_OF_TRANSFORMERS = "_is_expert_parallel"
@@ -92,7 +93,7 @@ def _check(name: str, module: nn.Module, ranks: int, shards: int, places: int) -
         raise PartitionError(
             f"ep_size is {ranks}, but the weights of {name!r} are not of {count} experts each: {shapes}; leave ep_size out"
         )
-    if not all(param.is_floating_point() for param in module.parameters()):
+    if not all(param.is_floating_point() for param in parameters_of(module)):
         raise PartitionError(f"ep_size is {ranks}, but {name!r} is quantised: leave ep_size out")
     shards *= places
     if count % shards:
@@ -129,7 +130,7 @@ class RoutedForward:
         assert module is not None
         forward = type(module).forward
         routes = self._dispatch.routes
-        if next(module.parameters()).shape[0] == routes.num_experts:
+        if next(parameters_of(module)).shape[0] == routes.num_experts:
             return forward(module, hidden_states, top_k_index, top_k_weights)
         return self.dispatched(hidden_states, top_k_index, top_k_weights)
 

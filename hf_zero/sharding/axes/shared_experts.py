@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hf_zero.engine.parameters.experts import so_many_experts
+from hf_zero.parameters import parameters_of
 
 
 class _Routed(Protocol):
@@ -56,7 +57,7 @@ class SharedExperts:
         """
         module = self._module()
         assert module is not None
-        params = list(module.parameters())
+        params = list(parameters_of(module))
         if not any(isinstance(param, DTensor) for param in params):  # inside `GatheredParameters`
             with so_many_experts(module, params[0].shape[0]):
                 return cast(Tensor, type(module).forward(module, hidden_states, top_k_index, top_k_weights))

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.changes import Changes
 from hf_zero.engine.gathered_parameters import GatheredParameters
+from hf_zero.parameters import parameters_of
 from hf_zero.sharding.active import is_constructing
 from hf_zero.sharding.late import run_instead
 
@@ -70,7 +71,7 @@ def _wrap_all(peft: Any) -> None:
 @contextmanager
 def _whole(module: nn.Module | None, decides: int | None = 0) -> Iterator[None]:
     """Within: the parameters of `module` are whole. Under `Init` they are whole to whoever touches them anyway."""
-    params = [] if module is None or is_constructing() else [p for p in module.parameters() if isinstance(p, DTensor)]
+    params = [] if module is None or is_constructing() else [p for p in parameters_of(module) if isinstance(p, DTensor)]
     with GatheredParameters(params, decides, enabled=bool(params)):
         yield
 

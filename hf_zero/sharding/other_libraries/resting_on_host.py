@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_zero.changes import Changes
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.on_host import computes_on
+from hf_zero.parameters import parameters_of
 
 _changes = Changes()
 
@@ -59,7 +60,7 @@ def tell_device(model: nn.Module) -> None:
 
 
 def _device_of(asked: Callable[[Any], Any], model: nn.Module) -> Any:
-    first = next(model.parameters(), None)
+    first = next(parameters_of(model), None)
     elsewhere = None if first is None else computes_on(first)
     return asked(model) if elsewhere is None else elsewhere
 

@@ -107,7 +107,7 @@ def test_what_waits_is_reduced_when_the_running_backward_comes_to_it_no_more(sta
         torch.testing.assert_close(_whole(param.grad), expected.grad)
 
 
-@on_ranks(2, stage=[2, 3])
+@on_ranks(2, stage=[1, 2, 3])
 def test_graphs_that_nobody_runs_keep_no_gradient_waiting(stage: int) -> None:
     """Reductions begin while the backward goes on, though another forward of the same layers has its backward later."""
     model = _Repeated()

@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_zero as zero
 from hf_zero.engine.units import keeping
-from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, choose
+from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose
 from hf_zero.engine.units.storage.residency import Residency
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.shapes import shapes_of
@@ -74,6 +74,14 @@ def _trained(model: nn.Module, engine: zero.ZeroEngine, num_micros: int) -> tupl
 def _checkpoint(block: nn.Module) -> None:
     forward = block.forward
     block.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def test_a_tied_head_which_a_backward_begins_with_comes_first() -> None:
+    """Though its gradients wait for those of the embedding, so that the backward is done with it last."""
+    order = [Candidate(0, 4, True), Candidate(1, 8, True), Candidate(2, 100, True, is_tied=True)]
+    assert choose(order, 0, 1) == Kept(frozenset(), frozenset({2}))
+    assert choose(order, 104, 0) == Kept(frozenset({0, 2}), frozenset())
+    assert choose(order, 12, 1) == Kept(frozenset({0, 1}), frozenset({2}))
 
 
 @on_ranks(

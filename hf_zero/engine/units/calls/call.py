@@ -78,7 +78,8 @@ class Call:
         num_holders: of the memory of its releasable units, as its forward began.
         gradients: what has come of the parameters' whole gradients.
         graph_task: the backward, or the one nested in it, in which the first gradient of an output came.
-        node: of the graph: its backward gets the parameters' gradients. It refers to the call, and lives as long as the graph.
+        node: gives the node of the graph whose backward gets the parameters' gradients, as long as it lives; weak: it refers to
+            the call.
         began, ended: its forward.
     """
 
