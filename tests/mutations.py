@@ -95,6 +95,18 @@ MUTATIONS = {
         "into[p] = grad",
         "tests/engine/backward/test_reduction.py",
     ),
+    "units stay though other ranks have let them go": Mutation(
+        "engine/backward/reduction.py",
+        'self.stays_alike = reports.are_alike("staying")',
+        "self.stays_alike = True",
+        "tests/engine/units/test_keeping.py",
+    ),
+    "what is kept goes after each micro-batch": Mutation(
+        "engine/units/gathering.py",
+        "staying = self.staying(is_last) if stays_alike else ()",
+        "staying = ()",
+        "tests/engine/units/test_keeping.py",
+    ),
     "each use of a tied weight is reduced": Mutation(
         "engine/backward/accumulation.py",
         "if not (self._comes_again(unit) and",

@@ -41,8 +41,10 @@ class Uses:
         ]
         return cls(max(len(called), 1), sum(map(reads_in_backward, called)))
 
-    def num_gathers(self, unit: int, kept: Kept) -> int:
-        """How often a step gathers a unit that comes and goes, by its number and what stays for the backward."""
+    def num_gathers(self, unit: int, kept: Kept, trains: bool) -> int:
+        """How often a step gathers a unit that comes and goes: by its number, what stays whole, and whether it trains."""
+        if unit in kept.by_budget and not trains:
+            return 0  # but for the first step
         in_forward = 1 if unit in kept.by_budget else self.calls
         return in_forward + self.reads - (self.reads > 0 and unit in kept.all)
 
@@ -230,7 +232,7 @@ def _add_gathers(states: ModelStates, p: Placed, ranks: Ranks, stays_whole: bool
         states.parameters += part if ranks.nearby > 1 else 0  # the second copy
         states.sharded += p.row_bytes
         again = part * (ranks.nearby - 1) if ranks.nearby > 1 else once
-        states.gathered += once + again * (p.num_gathers - 1)
+        states.gathered += once + again * (p.num_gathers - 1) if p.num_gathers else 0
     elif p.trains and not p.is_shared:  # what has changed
         states.gathered += once
 

@@ -41,6 +41,9 @@ def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks
     shared = {p for unit in engine.units if unit.is_shared for p in unit.parameters}
     units = {p: unit for unit in engine.units for p in unit.parameters}
     uses = {unit: Uses.of(unit.name, unit.entries) for unit in engine.units}
+    gathers = {
+        unit: of.num_gathers(unit.index, engine.gathering.kept, bool(unit.trainable())) for unit, of in uses.items()
+    }
     placed = [
         Placed(
             p.computed.layout,
@@ -51,7 +54,7 @@ def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks
             p.param.requires_grad,
             p in shared,
             uses[units[p]] if p in units else Uses(),
-            uses[units[p]].num_gathers(units[p].index, engine.gathering.kept) if p in units else 1,
+            gathers[units[p]] if p in units else 1,
             "float32" if is_quantised(p.param) else world.config.wire.gather,
         )
         for p in parameters

@@ -402,7 +402,9 @@ class _Run:
                 assert may_stay or unit.residency.value == "released", f"{unit.name} is {unit.residency}"
             for p in engine.parameters:
                 assert not p._seen, f"{p.name} is still seen by a call"
-            kept = 0 if has_stepped else sum(engine.units[index].buffer_nbytes for index in engine.gathering.kept.all)
+            staying = {unit.index for unit in engine.units if unit.stays}
+            assert staying <= engine.gathering.kept.by_budget
+            kept = sum(engine.units[i].buffer_nbytes for i in (staying if has_stepped else engine.gathering.kept.all))
             assert engine.memory.bytes <= kept or self.was_interrupted
 
     def check_peak(self, op: Micro) -> None:
@@ -415,7 +417,8 @@ class _Run:
         is_plain = is_plain and (has_blocks or not any(visit.inner for s in segments for visit in s.visits))
         self.may_keep_units = self.may_keep_units or not is_plain
         if not self.may_keep_units:
-            assert all(engine.memory.bytes == 0 for engine in self.engines)
+            for engine in self.engines:
+                assert engine.memory.bytes == sum(unit.buffer_nbytes for unit in engine.units if unit.stays)
         if not (is_plain and op.forwards == 1 and config.get("reshard_after_forward")):
             return
         if config["collectives"] == "host":

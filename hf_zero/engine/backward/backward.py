@@ -149,6 +149,7 @@ class Backward:
             self.gathering.num_steps,
             self._landing,
             self.gathering.offer,
+            lambda: self.gathering.staying(self._is_syncing),
         )
 
     def _is_over(self, unit: int) -> bool:
@@ -204,7 +205,9 @@ class Backward:
         if session.has_gradients:
             turns, reducer = self.gathering.reductions.turns, session.gradients.reducer
             session.gradients.finish(reversed(self.gathering.units))
-            has_other_budget = reducer is not None and self.gathering.take_offers(reducer.lowest_offer)
+            has_other_budget = reducer is not None and self.gathering.take_offers(
+                reducer.lowest_offer, reducer.stays_alike, self._is_syncing
+            )
             if has_other_budget or self.gathering.reductions.turns is not turns:
                 self.gathering.choose_kept_again(has_other_budget)
             self._follows_no_sync = self._follows_no_sync and reducer is None
@@ -354,7 +357,8 @@ class Backward:
         if shown and not has_failed:
             call.pin_what_is_kept(shown, _OWN_REFERENCES)
         for unit in call.units:
-            unit.stop_keeping()
+            if not unit.stays and not self.gathering.may_stay(unit, self._is_syncing):
+                unit.stop_keeping()
         call.release()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,12 +33,14 @@ class _Report(Report):
         has_held: gradients have waited for their turn.
         sequence_hash: of all that it has gathered and reduced.
         offer: bytes of units that it could keep whole from a forward to its backward, see `Budget.offer`.
+        staying: tells apart which would stay whole beyond the backward.
     """
 
     has_leftover: bool = False
     has_held: bool = False
     sequence_hash: int = 0
     offer: int = UNLIMITED
+    staying: int = 0
 
 
 def num_values_agreed(num_parameters: int) -> int:
@@ -86,9 +89,11 @@ class Reducer:
         num_steps: optimizer steps so far, which tell whether the ranks are in the same one.
         landing: where gradients come down of parameters that rest in host memory.
         offer: gives this rank's offer, see `Budget.offer`.
+        staying: gives the units that would stay whole beyond the backward.
 
     Attributes:
         lowest_offer: of all ranks, once it has finished.
+        stays_alike: whether the same units would stay on all ranks, once it has finished.
     """
 
     units: dict[int, Unit]
@@ -99,7 +104,9 @@ class Reducer:
     num_steps: int = 0
     landing: Landing | None = None
     offer: Callable[[], int] = lambda: UNLIMITED
+    staying: Callable[[], list[int]] = list
     lowest_offer: int = field(default=UNLIMITED, init=False)
+    stays_alike: bool = field(default=False, init=False)
     _schedule: ReductionSchedule = field(init=False)
     _gradients: dict[int, deque[dict[ZeroParameter, Tensor]]] = field(default_factory=dict)
     _in_flight: deque[_InFlight] = field(default_factory=deque)
@@ -141,6 +148,7 @@ class Reducer:
         parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
         reports = self._agree(parameters, bool(leftover))
         has_leftover, self.lowest_offer = reports.highest.has_leftover, reports.lowest.offer
+        self.stays_alike = reports.are_alike("staying")
         if has_leftover:
             self._reduce_leftover(leftover)
         while self._in_flight:
@@ -284,6 +292,7 @@ class Reducer:
             has_held=self._schedule.has_held,
             sequence_hash=self.world.shards.sequence_hash,
             offer=self.offer(),
+            staying=zlib.crc32(str(self.staying()).encode()),
         )
         reports = report.agree(self.world.everyone, len(self.gradient_dtypes))
         if not reports.are_alike("sequence_hash"):

@@ -18,7 +18,6 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.calls.call import Call, Entry
 from hf_zero.engine.units.calls.forward_alone import ForwardsAlone
 from hf_zero.engine.units.calls.writes import Reads, Written, check_same_on_all_ranks, check_written
-from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose
 from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, Turn, first_uses
 from hf_zero.engine.units.storage.for_graphs import ForGraphs
@@ -164,15 +163,23 @@ class Gathering:
         return {index for index, unit in gathered.items() if is_forward or not unit.num_leases}
 
     def drop(self, but_kept: bool = False) -> None:
-        """Release what nobody reads: at events that all ranks share, so that they will gather alike again.
+        """Release what nobody reads, but for what stays: at events that all ranks share, so that they will gather alike again.
 
         Args:
-            but_kept: leave those that wait for their backward.
+            but_kept: leave those that wait for their backward, too.
         """
         for unit in self.units:
-            if not but_kept:
+            if not but_kept and not unit.stays:
                 unit.stop_keeping()
             unit.release_if_unused()
+
+    def may_stay(self, unit: Unit, is_last: bool) -> bool:
+        """Whether a unit may stay whole beyond its backward, of a last micro-batch or another: see [Note: until it changes]."""
+        return unit.index in self.kept.by_budget and not (is_last and unit.trainable())
+
+    def staying(self, is_last: bool) -> list[int]:
+        """The units that may stay whole beyond the backward that ends, as this rank sees it."""
+        return [u.index for u in self.units if u.residency is Residency.KEPT and self.may_stay(u, is_last)]
 
     def settle(self) -> None:
         """Wait for the gathers that are under way: nobody else will, and peers would miss this rank's rows."""
@@ -189,6 +196,8 @@ class Gathering:
         """There is a new order of reductions, or a new budget: other units may stay whole from a forward to its backward."""
         before = self.kept
         self._choose_kept()
+        for unit in self.units:
+            unit.stays = unit.stays and unit.index in self.kept.by_budget
         if has_other_budget and self.kept != before:
             self.budget.tell(len(self.kept.by_budget), len(self.units))
         if self.kept.all != before.all:
@@ -196,7 +205,7 @@ class Gathering:
 
     def _choose_kept(self) -> None:
         order = map(self.units.__getitem__, dict.fromkeys(self.reductions.units))
-        candidates = [_candidate(u) for u in order if u.comes_and_goes]
+        candidates = [Candidate.of(u.index, u.buffer_nbytes, u.entries) for u in order if u.comes_and_goes]
         self.kept = choose(candidates, self.budget.num_bytes, self._world.config.prefetch_bytes)
         self.budget.kept_bytes = sum(self.units[index].buffer_nbytes for index in self.kept.by_budget)
 
@@ -209,8 +218,11 @@ class Gathering:
         is_idle = not any(unit.comes_and_goes for unit in self.units)
         return UNLIMITED if is_idle else self.budget.offer(self.num_steps)
 
-    def take_offers(self, lowest: int) -> bool:
-        """See `Budget.take`."""
+    def take_offers(self, lowest: int, stays_alike: bool, is_last: bool) -> bool:
+        """Units stay if all ranks would let the same ones stay. For the rest see `Budget.take`."""
+        staying = self.staying(is_last) if stays_alike else ()
+        for unit in self.units:
+            unit.stays = unit.index in staying
         return self.budget.take(lowest, self.num_steps)
 
     @contextlib.contextmanager
@@ -383,10 +395,3 @@ class Gathering:
         self._before_write("mark_dirty")
         self.changes.begun += 1
         self.on_rows_changed(self._parameters)
-
-
-def _candidate(unit: Unit) -> Candidate:
-    """What decides whether a unit stays whole from its forward to its backward."""
-    num_reading, num_entries = sum(map(reads_in_backward, unit.entries)), len(unit.entries)
-    is_tied = num_entries > 1 and num_reading > 0
-    return Candidate(unit.index, unit.buffer_nbytes, num_entries > 1 or num_reading > 0, is_tied)

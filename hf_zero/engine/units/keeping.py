@@ -11,6 +11,10 @@ gathered once: with all of them kept, a step receives what plain data parallelis
   smaller then, and never greater, or units would come and go with what others do. After an out-of-memory error it is 0.
 - **Which.** At the end of a forward all kept units are there at once, so any choice costs the same there. They are taken
   from the model's end backwards: those live shortest, and all the rest of a step needs less.
+- **Until it changes.** [Note: until it changes] A unit that the budget keeps need not be gathered for the next micro-batch,
+  nor for the next step where nothing of it trains: it was whole at the peak anyway. So it stays beyond its backward, but for
+  that of a step's last micro-batch (outside `no_sync`), until its parameters change. Ranks must gather alike: units stay if all
+  ranks have kept the same ones, which they tell each other at the end of a backward; no rank lets go of them alone.
 - **Beside it.** A backward begins with the units that a forward ends with. Those that `prefetch_bytes` has room for, one at
   least, would be released only to be gathered ahead at once. They stay, whatever the budget, and count as gathered ahead.
 """
@@ -20,13 +24,15 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.grouping import reads_in_backward
 from hf_zero.host.room import room_at_peak
 
 logger = logging.getLogger(__name__)
@@ -56,6 +62,12 @@ class Candidate:
     num_bytes: int
     saves_gathers: bool
     is_tied: bool = False
+
+    @classmethod
+    def of(cls, index: int, num_bytes: int, entries: Sequence[nn.Module]) -> Candidate:
+        """Of a unit, by the modules that compute with it."""
+        num_reading, num_entries = sum(map(reads_in_backward, entries)), len(entries)
+        return cls(index, num_bytes, num_entries > 1 or num_reading > 0, num_entries > 1 and num_reading > 0)
 
 
 @dataclass(frozen=True)

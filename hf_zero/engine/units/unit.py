@@ -53,6 +53,7 @@ class Unit:
         num_leases: how many read the whole tensors.
         guarded: views that nodes of graphs keep, which make the unit whole before they run.
         is_shared: the host's ranks read the same memory.
+        stays: whether it is kept beyond its backward, until its parameters change; alike on all ranks.
         live_calls: whose graphs live: gradients are reduced after the last of them that a backward comes to.
     """
 
@@ -74,7 +75,7 @@ class Unit:
         self.guarded: list[weakref.ref[Tensor]] = []
         self.live_calls: weakref.WeakSet[LiveCall] = weakref.WeakSet()
         self._world, self._memory, self.axes = world, memory, UnitAxes.of(parameters, world)
-        self.num_leases = 0
+        self.num_leases, self.stays = 0, False
         self._pending: list[Exchange | Upload] = []
         self._second: SecondCopy | None = None
         self._arriving = -1  # the epoch of the gather under way that the second copy is to be made of
@@ -286,6 +287,7 @@ class Unit:
 
     def stop_keeping(self) -> None:
         """The backward that the unit was kept for is over, or will not come; see `release_if_unused`."""
+        self.stays = False
         if self.residency is Residency.KEPT:
             self._become(Residency.WHOLE)
 

@@ -115,13 +115,13 @@ def _with_again(forward: Sequence[Part], backward: Sequence[Part], blocks: froze
 def _units(shape: ModelShape, setting: Setting, machine: Machine) -> list[UnitCosts]:
     num_states = OPTIMIZERS[setting.optimizer]
     sizes = unit_bytes(shape, setting)
-    found, kept = [], kept_units(shape, setting)
-    for index, (unit, size, placed) in enumerate(zip(shape.units, sizes, placed_of(shape, setting), strict=True)):
+    found = []
+    for unit, size, placed in zip(shape.units, sizes, placed_of(shape, setting), strict=True):
         states = add_up(placed, setting.config, ranks_of(setting), num_states, setting.config.offload.goes_to_host)
         times = max((p.num_reductions(setting.config) for p in placed), default=1)
         gathered = states.gathered
         if setting.config.policy.shards_parameters:
-            gathered /= max(unit.uses.num_gathers(index, kept), 1)
+            gathered /= max((p.num_gathers for p in placed), default=1) or 1
         sent = sum(p.layout.numel * p.gradient.sent.itemsize for p in placed if p.trains)
         gather = _gather(gathered, placed, setting, machine)
         reduction = _reduction(states, times, setting, machine)

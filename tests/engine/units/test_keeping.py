@@ -1,7 +1,7 @@
 """Units that stay whole from their forward to their backward: which, within how many bytes, and what a step gathers then."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -136,6 +136,88 @@ def test_units_stay_from_the_models_end_backwards_beside_what_is_gathered_ahead(
         twins.update()
     beside = sum(sizes[_NUM_UNITS - num_kept :])
     assert twins.engine.memory.peak_bytes <= beside + 2 * max(sizes)
+
+
+def _micros(model: nn.Module, engine: zero.ZeroEngine, step: int, num_micros: int) -> dict[str, int]:
+    """What a step's micro-batches gather, all but the last under `no_sync`."""
+    engine.world.ledger.reset()
+    for micro in range(num_micros):
+        with engine.no_sync() if micro < num_micros - 1 else nullcontext():
+            model(**stack_batch(num_micros * step + micro, dist.get_rank())).backward()
+    return _gathers(engine)
+
+
+@on_ranks(2, 3, num_micros=[1, 3], num_frozen=[0, 3], num_kept=[2, 6], collectives=["pairwise", "native"])
+def test_what_is_kept_stays_until_its_parameters_change(
+    num_micros: int, num_frozen: int, num_kept: int, collectives: str
+) -> None:
+    rows = []
+    for keeps in (False, True):
+        torch.manual_seed(0)
+        model = Stack(num_blocks=4)
+        sizes = [unit.buffer_nbytes for unit in zero.shard_model(Stack(num_blocks=4), {"stage": 3}).units]
+        for block in model.blocks[4 - num_frozen :]:
+            block.requires_grad_(False)
+        budget: int | bool = (False if num_kept == 6 else sum(sizes[-num_kept:])) if keeps else True
+        config = {"stage": 3, "prefetch_bytes": 0, "reshard_after_forward": budget, "collectives": collectives}
+        engine = zero.shard_model(model, config)
+        engine.memory.poison = True
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        frozen = set(range(5 - num_frozen, 5))  # the embedding comes before, the head after
+        stays = set(range(6 - num_kept, 6)) if keeps else set()
+        for step in range(4):
+            found = list(_micros(model, engine, step, num_micros).items())
+            assert engine.memory.bytes == sum(sizes[index] for index in stays & frozen)
+            for index, unit in enumerate(engine.units):
+                once = 1 if index in stays or index == 0 else 2  # the embedding's backward reads no weight
+                expected = (
+                    (once if index in stays else once * num_micros) if index not in stays & frozen or not step else 0
+                )
+                if step != 3 or index not in frozen:
+                    assert dict(found).get(unit.name, 0) == expected, (step, index)
+            if num_micros == 1 and step:
+                moved = sum(engine.world.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter"))
+                assert model_states(engine).traffic == pytest.approx(moved, abs=100) or step == 3
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:  # an edit by hand is seen
+                with torch.no_grad():
+                    for param in model.blocks[3].parameters():
+                        param.mul_(0.5)
+        rows.append([local_of(param.detach()).clone() for param in model.parameters()])
+    assert all(map(torch.equal, *rows))
+
+
+@on_ranks(2, has_failed=[False, True])
+def test_nothing_stays_where_ranks_have_not_kept_the_same(has_failed: bool) -> None:
+    """Whatever one rank lets go of, or leaves undone, all ranks gather alike."""
+    twins = Twins(3, reshard_after_forward=False, timeout_s=10)
+    for param in twins.model.blocks[1].parameters():
+        param.requires_grad_(False)
+    for param in twins.reference.blocks[1].parameters():
+        param.requires_grad_(False)
+    unit = next(unit for unit in twins.engine.units if not unit.trainable())
+    twins.step(2)
+    assert unit.stays and unit.residency is Residency.KEPT
+    if has_failed:
+        *_, last = twins.model.children()
+        handle = last.register_forward_hook(lambda *_: 1 / (1 - twins.rank))
+        with pytest.raises(ZeroDivisionError) if twins.rank else nullcontext():
+            twins.model(twins.own())
+        handle.remove()
+        twins.step()
+        assert unit.stays
+    else:
+        unit.stays = False
+        loss = square_loss(twins.model, twins.own())
+        if twins.rank:
+            unit.stop_keeping()
+        loss.backward()
+        twins.backward_reference()
+        assert not unit.stays and unit.residency is Residency.RELEASED
+        twins.update()
+        twins.step()
+        assert unit.stays
 
 
 class Tied(Net):
