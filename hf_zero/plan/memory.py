@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.ranks.precision import Precision
-from hf_zero.engine.units.keeping import Candidate, asked_bytes, choose
+from hf_zero.engine.units.keeping import Candidate, asked_bytes, choose, is_mostly_frozen
 from hf_zero.engine.units.keeping import Kept as KeptUnits
 from hf_zero.errors import ConfigError
 from hf_zero.layout import RowLayout, place
@@ -153,7 +153,7 @@ def placed_of(model: ModelShape, setting: Setting, rank: int = 0) -> list[list[P
     """The parameters of each unit as a rank holds them."""
     config, ranks = setting.config, setting.num_shards
     precision = Precision.from_config(config)
-    found, kept = [], kept_units(model, setting)
+    found, kept, stays = [], kept_units(model, setting), _for_next_step(model, setting)
     for index, unit in enumerate(model.units):
         placed = []
         layouts = [_layout(param, config, ranks) for param in unit.parameters]
@@ -173,7 +173,7 @@ def placed_of(model: ModelShape, setting: Setting, rank: int = 0) -> list[list[P
                     param.trains,
                     is_shared,
                     unit.uses,
-                    unit.uses.num_gathers(index, kept, any(each.trains for each in unit.parameters)),
+                    unit.uses.num_gathers(index, kept, stays[index], param.trains),
                     config.wire.gather,
                 )
             )
@@ -251,13 +251,18 @@ def _peak(model: ModelShape, setting: Setting, states: ModelStates, gathered: in
 
 def _staying(model: ModelShape, setting: Setting) -> int:
     """Bytes of units that stay whole beyond their backward: see [Note: until it changes] in engine/units/keeping.py."""
-    kept = kept_units(model, setting).by_budget
-    numbered = enumerate(zip(model.units, unit_bytes(model, setting), strict=True))
-    return sum(
-        size
-        for index, (unit, size) in numbered
-        if index in kept and (setting.accumulates or not any(p.trains for p in unit.parameters))
-    )
+    sizes, stays = unit_bytes(model, setting), _for_next_step(model, setting)
+    return sum(sizes[i] for i in kept_units(model, setting).by_budget if setting.accumulates or stays[i])
+
+
+def _for_next_step(model: ModelShape, setting: Setting) -> list[bool]:
+    """Whether each unit would stay for the next step, if it is kept."""
+    precision, found = Precision.from_config(setting.config), []
+    for unit in model.units:
+        layouts = [(p, _layout(p, setting.config, setting.num_shards)) for p in unit.parameters]
+        sizes = [layout.padded_numel * precision.compute_for(p.dtype).itemsize for p, layout in layouts]
+        found.append(is_mostly_frozen(zip(sizes, (p.trains for p in unit.parameters), strict=True)))
+    return found
 
 
 def _waiting(model: ModelShape, setting: Setting) -> int:

@@ -41,10 +41,17 @@ class Uses:
         ]
         return cls(max(len(called), 1), sum(map(reads_in_backward, called)))
 
-    def num_gathers(self, unit: int, kept: Kept, trains: bool) -> int:
-        """How often a step gathers a unit that comes and goes: by its number, what stays whole, and whether it trains."""
-        if unit in kept.by_budget and not trains:
-            return 0  # but for the first step
+    def num_gathers(self, unit: int, kept: Kept, stays: bool, trains: bool) -> int:
+        """How often a step gathers a parameter of a unit that comes and goes.
+
+        Args:
+            unit: its number.
+            kept: the units that stay whole for the backward.
+            stays: whether such a unit would stay for the next step, see `keeping.is_mostly_frozen`.
+            trains: the parameter does.
+        """
+        if unit in kept.by_budget and stays:
+            return int(trains)  # but for the first step
         in_forward = 1 if unit in kept.by_budget else self.calls
         return in_forward + self.reads - (self.reads > 0 and unit in kept.all)
 

@@ -15,7 +15,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.parameters.quantised import is_quantised
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
-from hf_zero.engine.units.keeping import UNLIMITED
+from hf_zero.engine.units.keeping import UNLIMITED, is_mostly_frozen
 from hf_zero.plan.states import ModelStates, Placed, Ranks, Uses, add_up
 from hf_zero.tables import aligned
 
@@ -41,8 +41,9 @@ def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks
     shared = {p for unit in engine.units if unit.is_shared for p in unit.parameters}
     units = {p: unit for unit in engine.units for p in unit.parameters}
     uses = {unit: Uses.of(unit.name, unit.entries) for unit in engine.units}
-    gathers = {
-        unit: of.num_gathers(unit.index, engine.gathering.kept, bool(unit.trainable())) for unit, of in uses.items()
+    stays = {
+        unit: is_mostly_frozen((p.whole_nbytes, p.param.requires_grad) for p in unit.parameters)
+        for unit in engine.units
     }
     placed = [
         Placed(
@@ -54,7 +55,9 @@ def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks
             p.param.requires_grad,
             p in shared,
             uses[units[p]] if p in units else Uses(),
-            gathers[units[p]] if p in units else 1,
+            uses[units[p]].num_gathers(units[p].index, engine.gathering.kept, stays[units[p]], p.param.requires_grad)
+            if p in units
+            else 1,
             "float32" if is_quantised(p.param) else world.config.wire.gather,
         )
         for p in parameters

@@ -110,6 +110,9 @@ class Accumulation:
             self.reducer.abandon()
 
     def _hand_on(self, unit: Unit, found: WholeGradients) -> None:
+        if self.reducer is not None and not (self._keeps_whole or unit in self._sums or self._comes_again(unit)):
+            self.reducer.ready(unit, found)
+            return
         given = {p: found[p] for p in unit.trainable() if p in found}
         if self.reducer is None:
             grads = list(given.values())

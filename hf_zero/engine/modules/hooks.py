@@ -157,7 +157,7 @@ class ModuleHooks:
             self._find_holders(call, len(copies))
             call.pin_what_is_kept(tensors, _OWN_REFERENCES, but=copies)
         watched = [t for t in found if t.requires_grad] if torch.is_grad_enabled() else []
-        call.release(kept=backward.gathering.kept_after(self.entry) if watched else ())
+        call.release(kept=backward.gathering.kept_after(self.entry, bool(watched)) if torch.is_grad_enabled() else ())
         if watched:
             on_gradient = _OnOutputGradient(backward, call, tensors)
             for tensor in watched:

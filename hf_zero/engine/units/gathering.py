@@ -18,7 +18,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.calls.call import Call, Entry
 from hf_zero.engine.units.calls.forward_alone import ForwardsAlone
 from hf_zero.engine.units.calls.writes import Reads, Written, check_same_on_all_ranks, check_written
-from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose
+from hf_zero.engine.units.keeping import UNLIMITED, Budget, Candidate, Kept, choose, is_mostly_frozen
 from hf_zero.engine.units.schedule import GatherSchedule, ReductionOrder, Turn, first_uses
 from hf_zero.engine.units.storage.for_graphs import ForGraphs
 from hf_zero.engine.units.storage.memory import GatheredMemory
@@ -146,7 +146,7 @@ class Gathering:
         has_one = False  # one unit at least, whatever its size: else nothing would arrive while others compute
         for index in itertools.islice(coming, _MOST_AHEAD):
             unit = self.units[index]
-            if unit.keeps_whole or unit.num_leases:
+            if unit.keeps_whole or unit.stays or unit.num_leases:
                 continue
             ahead += 0 if unit.is_shared or index in waiting else unit.buffer_nbytes
             if ahead > budget and (has_one or not budget):
@@ -175,7 +175,8 @@ class Gathering:
 
     def may_stay(self, unit: Unit, is_last: bool) -> bool:
         """Whether a unit may stay whole beyond its backward, of a last micro-batch or another: see [Note: until it changes]."""
-        return unit.index in self.kept.by_budget and not (is_last and unit.trainable())
+        parameters = ((p.whole_nbytes, p.param.requires_grad) for p in unit.parameters)  # lazy
+        return unit.index in self.kept.by_budget and (not is_last or is_mostly_frozen(parameters))
 
     def staying(self, is_last: bool) -> list[int]:
         """The units that may stay whole beyond the backward that ends, as this rank sees it."""
@@ -209,8 +210,10 @@ class Gathering:
         self.kept = choose(candidates, self.budget.num_bytes, self._world.config.prefetch_bytes)
         self.budget.kept_bytes = sum(self.units[index].buffer_nbytes for index in self.kept.by_budget)
 
-    def kept_after(self, entry: Entry) -> Container[int]:
-        """The units that stay whole when a call of a module has returned that may have a backward."""
+    def kept_after(self, entry: Entry, has_backward: bool) -> Container[int]:
+        """The units that stay whole when a call of a module has returned, which may have a backward."""
+        if not has_backward:
+            return [unit.index for unit in entry.units if self.may_stay(unit, True)]
         return self.kept.all if entry.reads_in_backward else self.kept.by_budget
 
     def offer(self) -> int:

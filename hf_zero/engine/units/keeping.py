@@ -12,9 +12,10 @@ gathered once: with all of them kept, a step receives what plain data parallelis
 - **Which.** At the end of a forward all kept units are there at once, so any choice costs the same there. They are taken
   from the model's end backwards: those live shortest, and all the rest of a step needs less.
 - **Until it changes.** [Note: until it changes] A unit that the budget keeps need not be gathered for the next micro-batch,
-  nor for the next step where nothing of it trains: it was whole at the peak anyway. So it stays beyond its backward, but for
-  that of a step's last micro-batch (outside `no_sync`), until its parameters change. Ranks must gather alike: units stay if all
-  ranks have kept the same ones, which they tell each other at the end of a backward; no rank lets go of them alone.
+  nor for the next step what is frozen of it: it was whole at the peak anyway. So it stays beyond its backward, but for that of
+  a step's last micro-batch (outside `no_sync`) where most of it trains. Where little does (adapters), only that is gathered
+  after a step. Ranks must gather alike: units stay if all ranks have kept the same ones, which they tell each other at the end
+  of a backward; no rank lets go of them alone.
 - **Beside it.** A backward begins with the units that a forward ends with. Those that `prefetch_bytes` has room for, one at
   least, would be released only to be gathered ahead at once. They stay, whatever the budget, and count as gathered ahead.
 """
@@ -107,6 +108,12 @@ def choose(units: Iterable[Candidate], num_bytes: int, prefetch_bytes: int) -> K
     if prefetch_bytes:
         ahead.update(unit.index for unit in order[:1])
     return Kept(frozenset(by_budget), frozenset(ahead - by_budget))
+
+
+def is_mostly_frozen(parameters: Iterable[tuple[int, bool]]) -> bool:
+    """Whether a unit stays for the next step, of whose parameters these are the bytes, and which train: see above."""
+    found = list(parameters)
+    return 2 * sum(num_bytes for num_bytes, trains in found if trains) < sum(num_bytes for num_bytes, _ in found)
 
 
 def asked_bytes(config: ZeroConfig) -> int:

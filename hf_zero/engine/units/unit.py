@@ -190,7 +190,9 @@ class Unit:
         Args:
             only: parameters of this unit whose rows have changed; by default all, or those that have in shared memory.
         """
-        assert self.keeps_whole or not self.is_whole, f"{self.name} would be gathered over what others read"
+        assert self.keeps_whole or self.stays or not self.is_whole, (
+            f"{self.name} would be gathered over what others read"
+        )
         self.settle()
         self._arriving = -1  # whatever broke off
         if self.comes_and_goes:  # also where it is held: nothing happens then
@@ -229,7 +231,7 @@ class Unit:
 
     def _become(self, new: Residency) -> None:
         """The only way from one state to another; see `Residency`."""
-        is_regathered = self.keeps_whole and new is Residency.GATHERING
+        is_regathered = (self.keeps_whole or self.stays) and new is Residency.GATHERING
         assert is_regathered or new in NEXT[self.residency], (
             f"{self.name} goes from {self.residency.value} to {new.value}"
         )
@@ -293,7 +295,7 @@ class Unit:
 
     def release_if_unused(self) -> None:
         """Release the tensors, if nobody holds a lease and the unit does not stay whole."""
-        if self.num_leases or self.residency in (Residency.RELEASED, Residency.KEPT):
+        if self.num_leases or self.stays or self.residency in (Residency.RELEASED, Residency.KEPT):
             return
         if not self.comes_and_goes:
             return  # until its parameters change
@@ -378,14 +380,14 @@ class Unit:
 
         Units that stay whole start to gather the new rows at once; the next use waits for them.
         """
-        self.stop_keeping()
         parameters = list(parameters)
         for p in parameters:
             if p.host is not None:
                 p.host.is_stale = True
-        if not self.keeps_whole:
+        if not (renews := self.keeps_whole or self.stays):
+            self.stop_keeping()
             go_ahead([p for p in parameters if p.host is not None], self._world.device)
-        if self.keeps_whole:
+        if renews:
             self.start_gather(parameters)
             if torch_compat.is_profiling():
                 self.settle()  # torch's profiler corrupts memory when a send that it saw begin ends after the profile does

@@ -188,6 +188,41 @@ def test_what_is_kept_stays_until_its_parameters_change(
     assert all(map(torch.equal, *rows))
 
 
+@on_ranks(2, 3, collectives=["pairwise", "native"], compute_dtype=["auto", "bfloat16"], num_micros=[1, 2])
+def test_of_a_block_with_adapters_only_these_are_gathered_after_a_step(
+    collectives: str, compute_dtype: str, num_micros: int
+) -> None:
+    rows = []
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        model = Stack(num_blocks=4)
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)
+            block.down.weight.requires_grad_(False)
+        model.embedding.requires_grad_(False)
+        config = {"stage": 3, "prefetch_bytes": 2**20, "reshard_after_forward": not keeps, "keep_whole_numel": 0}
+        engine = zero.shard_model(model, config | {"collectives": collectives, "compute_dtype": compute_dtype})
+        engine.memory.poison = True
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        blocks = [unit for unit in engine.units if unit.name.startswith("blocks")]
+        for step in range(4):
+            found = _micros(model, engine, step, num_micros)
+            assert len(blocks) == 4 and all(unit.stays == keeps for unit in blocks)
+            assert not (keeps and step and any(unit.name in found for unit in blocks))
+            moved = sum(engine.world.ledger.total(kind).bytes for kind in ("gather", "reduce_scatter"))
+            engine.world.ledger.reset()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = engine.world.ledger.total("gather").bytes
+            assert after < 0.3 * sum(unit.buffer_nbytes for unit in blocks) if keeps else not after
+            if keeps and step and num_micros == 1:
+                assert model_states(engine).traffic == pytest.approx(moved + after, rel=0.01, abs=200)
+        with torch.no_grad():
+            assert model(**stack_batch(0, dist.get_rank())).isfinite()
+        rows.append([local_of(param.detach()).clone() for param in model.parameters()])
+    assert all(map(torch.equal, *rows))
+
+
 @on_ranks(2, has_failed=[False, True])
 def test_nothing_stays_where_ranks_have_not_kept_the_same(has_failed: bool) -> None:
     """Whatever one rank lets go of, or leaves undone, all ranks gather alike."""

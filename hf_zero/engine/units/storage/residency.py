@@ -12,7 +12,7 @@ class Residency(Enum):
 
         RELEASED --start_gather--> GATHERING --acquire--> WHOLE --give_back(keeps)--> KEPT
         RELEASED <------nobody used it------ GATHERING
-                  units that stay whole:     GATHERING <------new rows------ WHOLE
+                  units that stay whole:     GATHERING <------new rows------ WHOLE, KEPT
         RELEASED <-------last lease given back, or new rows----------------- WHOLE <--stop_keeping-- KEPT
 
     KEPT is WHOLE with or without a lease, until a backward of one of its calls has ended, or its parameters have changed.
