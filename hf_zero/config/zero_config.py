@@ -80,7 +80,8 @@ class ZeroConfig:
             backward (stage 3 only). True does so. False keeps them in between, which saves one gather of three exchanges, and
             takes the memory of all parameters. A number of bytes keeps so many of them, from the model's end backwards. "auto"
             keeps as many as half of the memory that is free at the peak holds, on the rank that has least, once a whole step
-            has run; see `hf_zero.engine.units.keeping`.
+            has run. They stay for all micro-batches of a step, and for the next step if most of a unit is frozen; see
+            `hf_zero.engine.units.keeping`.
         gather_for_generation: whether `generate` gathers parameters once for the whole call, not for every token (stage 3
             only): True, False, the bytes that they may take, or "auto", half of what is free on the rank that has least.
         replicate: replicas of the model ("hybrid"): parameters are cut over the ranks of one replica only, so that rows never
