@@ -194,8 +194,8 @@ def kept_units(model: ModelShape, setting: Setting) -> KeptUnits:
         return KeptUnits()
     sizes = enumerate(zip(model.units, unit_bytes(model, setting), strict=True))
     units = [
-        Candidate(index, size, uses.calls > 1 or uses.reads > 0, uses.calls > 1 and uses.reads > 0)
-        for index, (uses, size) in ((index, (unit.uses, size)) for index, (unit, size) in sizes)
+        Candidate(index, size, max(unit.uses.calls - 1, unit.uses.reads) > 0, unit.uses.is_tied)
+        for index, (unit, size) in sizes
     ]
     return choose(reversed(units), asked_bytes(setting.config), setting.config.prefetch_bytes)
 

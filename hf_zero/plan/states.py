@@ -41,6 +41,11 @@ class Uses:
         ]
         return cls(max(len(called), 1), sum(map(reads_in_backward, called)))
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether several modules compute with it, of which a backward reads one."""
+        return self.calls > 1 and self.reads > 0
+
     def num_gathers(self, unit: int, kept: Kept, stays: bool, trains: bool) -> int:
         """How often a step gathers a parameter of a unit that comes and goes.
 

@@ -154,7 +154,7 @@ def _entries(model: nn.Module, grouping: UnitGrouping) -> set[int]:
     else:
         blocks = _automatic_blocks(model)
     if not blocks:
-        total = sum(param.numel() for param in parameters_of(model))
+        total = _numel(model)
         level = logging.WARNING if total >= _LARGE_NUMEL else logging.INFO  # of a small one, it does not matter
         logger.log(
             level,
@@ -275,11 +275,11 @@ def _by_size(model: nn.Module, min_numel: int) -> set[int]:
 
 
 def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for _, param in module.named_parameters())
+    return sum(param.numel() for param in parameters_of(module))
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.named_parameters(), None) is not None
+    return next(parameters_of(module), None) is not None
 
 
 def roots_of(model: nn.Module, entries: set[int]) -> list[nn.Module]:
