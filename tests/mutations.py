@@ -115,8 +115,8 @@ MUTATIONS = {
     ),
     "what other graphs use waits for them": Mutation(
         "engine/backward/backward.py",
-        "return any(comes_to(call) for call in unit.live_calls if call.session is not self.session)",
-        "return any(call.session is not self.session for call in unit.live_calls)",
+        "unit.live_calls.any_apart_from(self.session, comes_to)",
+        "unit.live_calls.any_apart_from(self.session, lambda call: True)",
         "tests/engine/backward/test_accumulation.py",
     ),
     "sums are rounded on their way": Mutation(

@@ -261,7 +261,7 @@ def _for_next_step(model: ModelShape, setting: Setting) -> list[bool]:
     for unit in model.units:
         layouts = [(p, _layout(p, setting.config, setting.num_shards)) for p in unit.parameters]
         sizes = [layout.padded_numel * precision.compute_for(p.dtype).itemsize for p, layout in layouts]
-        found.append(is_mostly_frozen(zip(sizes, (p.trains for p in unit.parameters), strict=True)))
+        found.append(is_mostly_frozen(sizes, (p.trains for p in unit.parameters)))
     return found
 
 

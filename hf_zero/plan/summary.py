@@ -41,10 +41,7 @@ def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks
     shared = {p for unit in engine.units if unit.is_shared for p in unit.parameters}
     units = {p: unit for unit in engine.units for p in unit.parameters}
     uses = {unit: Uses.of(unit.name, unit.entries) for unit in engine.units}
-    stays = {
-        unit: is_mostly_frozen((p.whole_nbytes, p.param.requires_grad) for p in unit.parameters)
-        for unit in engine.units
-    }
+    stays = {u: is_mostly_frozen(u.nbytes, (p.param.requires_grad for p in u.parameters)) for u in engine.units}
     placed = [
         Placed(
             p.computed.layout,

@@ -28,6 +28,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.calls.call import Call, Entry, check_not_outdated
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.reading import Read
+from hf_zero.engine.units.storage.residency import LiveCall
 from hf_zero.engine.units.unit import Unit
 
 _OWN_REFERENCES = 2  # to a whole tensor, after its call's backward: of two lists
@@ -155,14 +156,14 @@ class Backward:
     def _is_over(self, unit: int) -> bool:
         """Whether all the calls of a unit have had their backward, or get none in this pass."""
         session, calls = self.session, self.gathering.units[unit].live_calls
-        return session is None or all(
-            c.session is session or (c.is_done and not comes_to(c)) or session.reached < c.began < session.began
-            for c in calls
-        )
+        return session is None or not calls.any_apart_from(session, lambda call: self._is_to_come(call, session))
+
+    def _is_to_come(self, call: LiveCall, session: Session) -> bool:
+        return not session.reached < call.began < session.began and (not call.is_done or comes_to(call))
 
     def _comes_again(self, unit: Unit) -> bool:
         """Whether the running backward will give a unit gradients of another call."""
-        return any(comes_to(call) for call in unit.live_calls if call.session is not self.session)
+        return unit.live_calls.any_apart_from(self.session, comes_to)
 
     def _before_wait(self) -> None:
         """All ranks are about to wait for each other, for a gather."""
@@ -269,14 +270,13 @@ class Backward:
         session.reached = call.ended or session.reached
         session.open_calls.add(call)
         call.graph_task = torch_compat.graph_task()
-        if not call.entry.reads_in_backward:
-            return
-        if not call.leases:
-            self.gathering.acquire(call)
-        if session.is_differentiated:
-            self.gathering.for_graphs.hold(call.units)
-        call.install(tensors, self.make_whole)
-        call.entry.backward_call = call
+        if call.entry.reads_in_backward:
+            if not call.leases:
+                self.gathering.acquire(call)
+            if session.is_differentiated:
+                self.gathering.for_graphs.hold(call.units)
+            call.install(tensors, self.make_whole)
+            call.entry.backward_call = call
 
     def on_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> Mapping[ZeroParameter, Tensor]:
         """All gradients of a call's parameters are there (None: not used); returns what `torch.autograd.grad` asks for."""

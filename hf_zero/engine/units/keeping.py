@@ -110,10 +110,10 @@ def choose(units: Iterable[Candidate], num_bytes: int, prefetch_bytes: int) -> K
     return Kept(frozenset(by_budget), frozenset(ahead - by_budget))
 
 
-def is_mostly_frozen(parameters: Iterable[tuple[int, bool]]) -> bool:
+def is_mostly_frozen(nbytes: Iterable[int], trains: Iterable[bool]) -> bool:
     """Whether a unit stays for the next step, of whose parameters these are the bytes, and which train: see above."""
-    found = list(parameters)
-    return 2 * sum(num_bytes for num_bytes, trains in found if trains) < sum(num_bytes for num_bytes, _ in found)
+    sizes = list(nbytes)
+    return 2 * sum(itertools.compress(sizes, trains)) < sum(sizes)
 
 
 def asked_bytes(config: ZeroConfig) -> int:

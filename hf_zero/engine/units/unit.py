@@ -28,7 +28,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.storage.axes import UnitAxes
 from hf_zero.engine.units.storage.from_host import Upload, go_ahead, going_up
 from hf_zero.engine.units.storage.memory import GatheredMemory, Slot, fill_own_rows, release_rows
-from hf_zero.engine.units.storage.residency import NEXT, WHOLE, Lease, LiveCall, Residency, Tenure
+from hf_zero.engine.units.storage.residency import NEXT, WHOLE, Lease, LiveCalls, Residency, Tenure
 from hf_zero.engine.units.storage.second_copy import SecondCopy
 from hf_zero.errors import ZeroError
 from hf_zero.layout import place
@@ -50,6 +50,7 @@ class Unit:
     Attributes:
         axes: among which ranks its exchanges are.
         epoch: counts the changes of its rows, alike on all ranks: a backward whose forward saw another one raises.
+        nbytes: of the whole of each parameter.
         num_leases: how many read the whole tensors.
         guarded: views that nodes of graphs keep, which make the unit whole before they run.
         is_shared: the host's ranks read the same memory.
@@ -66,21 +67,19 @@ class Unit:
         world: World,
         memory: GatheredMemory,
     ) -> None:
-        self.index = index
-        self.name = name
-        self.parameters = parameters
+        self.index, self.name, self.parameters = index, name, parameters
         self._entries = [weakref.ref(module) for module in entries]  # weak, as in `ZeroParameter`
         self.epoch = 0
         self.residency = Residency.RELEASED
         self.guarded: list[weakref.ref[Tensor]] = []
-        self.live_calls: weakref.WeakSet[LiveCall] = weakref.WeakSet()
         self._world, self._memory, self.axes = world, memory, UnitAxes.of(parameters, world)
-        self.num_leases, self.stays = 0, False
+        self.num_leases, self.stays, self.live_calls = 0, False, LiveCalls()
         self._pending: list[Exchange | Upload] = []
         self._second: SecondCopy | None = None
         self._arriving = -1  # the epoch of the gather under way that the second copy is to be made of
         # A parameter that is whole at rest, in the compute dtype, is read where it lives.
         self._buffered = [p for p in parameters if p.is_spread or p.compute_dtype != p.param.dtype or p.host]
+        self.nbytes = [p.whole_nbytes for p in parameters]
         self._offsets, self.buffer_nbytes = place([p.whole_nbytes for p in self._buffered])
         self._stale = list(parameters)  # of shared memory: what has changed since it was gathered
         self._slots: dict[ZeroParameter, Slot] = {}  # once there has been memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
@@ -59,6 +60,25 @@ class LiveCall(Protocol):
     began: int
     session: object | None
     node: Callable[[], object | None]
+
+
+class LiveCalls:
+    """The calls of one unit whose graphs live, in their order; weak."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[LiveCall]] = []
+
+    def add(self, call: LiveCall) -> None:
+        """There is a new one."""
+        self._calls.append(weakref.ref(call, self._calls.remove))
+
+    def any_apart_from(self, session: object | None, holds: Callable[[LiveCall], bool]) -> bool:
+        """Whether something holds of any whose backward was not in `session`."""
+        for of in self._calls[:]:
+            call = of()
+            if call is not None and call.session is not session and holds(call):
+                return True
+        return False
 
 
 class Lease:
