@@ -107,6 +107,18 @@ MUTATIONS = {
         "staying = ()",
         "tests/engine/units/test_keeping.py",
     ),
+    "what was kept for other ranks piles up": Mutation(
+        "engine/ranks/serving.py",
+        "done = [each for each in _kept if each[0].is_among(ranks)]",
+        "done = []",
+        "tests/engine/ranks/test_leaving.py",
+    ),
+    "what a script collects is kept": Mutation(
+        "engine/ranks/leaving.py",
+        'if frame.f_code.co_name != "<module>" or _is_collecting:',
+        'if frame.f_code.co_name != "<module>":',
+        "tests/engine/ranks/test_leaving.py",
+    ),
     "each use of a tied weight is reduced": Mutation(
         "engine/backward/accumulation.py",
         "if not (self._comes_again(unit) and",

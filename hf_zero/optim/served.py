@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.on_host import lack_of_memory
+from hf_zero.engine.ranks.leaving import Lasting
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError, UsageError
@@ -33,7 +34,7 @@ class _States:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.is_of = weakref.ref(optimizer)
-        self.places: list[tuple[_ServedStates, int]] = []
+        self.served: list[tuple[weakref.ref[Serving], Lasting[_States]]] = []
         self.follow(optimizer)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -57,8 +58,9 @@ class _States:
 
     def __del__(self) -> None:
         if not self._is_exiting():
-            for served, number in self.places:
-                served.keep(self, number)
+            for of_world, reference in self.served:
+                if (serving := of_world()) is not None:
+                    serving.keep(reference, self)
 
 
 class _ServedStates:
@@ -70,18 +72,13 @@ class _ServedStates:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = weakref.ref(serving)
-        self._optimizers: list[Callable[[], _States | None]] = []
+        self._optimizers: list[Lasting[_States]] = []
         self._items: dict[int, _Item] = {}  # by id(rows), as seen last
 
     def add(self, states: _States) -> None:
         if not any(each() is states for each in self._optimizers):
-            states.places.append((self, len(self._optimizers)))
-            self._optimizers.append(weakref.ref(states))
-
-    def keep(self, states: _States, number: int) -> None:
-        serving = self._serving()
-        if serving is not None and serving.keeps():
-            self._optimizers[number] = lambda: states
+            self._optimizers.append(Lasting(states))
+            states.served.append((self._serving, self._optimizers[-1]))
 
     def search(self, tensor: Tensor) -> _Item | None:
         """Which state a tensor at rest is, or shows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,23 +30,23 @@ class PairwiseCollectives(Collectives):
         messages = self._messages(items)
         description, tags = self._describe("gather", unit), self._tags("gather", unit, len(messages))
         parts, received = [], 0
-        arrivals: list[tuple[list[Tensor], Tensor]] = []
+        arrivals: list[tuple[list[Tensor], Tensor, list[int]]] = []
         for peer in self._peers():
             for message, tag in zip(messages, tags, strict=True):
                 targets = [item.layout.elements_of(item.flat, peer) for item in message]
-                buffer = targets[0] if len(targets) == 1 else targets[0].new_empty(sum(map(len, targets)))
+                lengths = [target.numel() for target in targets]
+                buffer = targets[0] if len(targets) == 1 else targets[0].new_empty(sum(lengths))
                 if buffer.numel():
                     parts.append(self._receive(description, buffer, peer, tag))
-                    arrivals.append((targets, buffer))
+                    arrivals.append((targets, buffer, lengths))
                     received += buffer.nbytes
         own = [[item.layout.elements_of(item.flat, self.rank) for item in message] for message in messages]
-        parts += self._send_to_all(description, [own] * self.num_ranks, tags)
+        parts += self._send_to_all(description, dict.fromkeys(self._peers(), own), tags)
 
         def finish() -> None:
-            for targets, buffer in arrivals:
+            for targets, buffer, lengths in arrivals:
                 if len(targets) > 1:
-                    for target, values in zip(targets, torch.split(buffer, [len(t) for t in targets]), strict=True):
-                        target.copy_(values)
+                    torch._foreach_copy_(targets, list(buffer.split_with_sizes(lengths)))
 
         return self._exchange(description, parts, self.ledger.add("gather", unit, received), finish, items)
 
@@ -62,7 +62,7 @@ class PairwiseCollectives(Collectives):
         description, tags = self._describe("reduce_scatter", unit), self._tags("reduce_scatter", unit, len(messages))
         peers_rows = sum(output.numel() * item.flat.itemsize for item, output in zip(items, outputs, strict=True))
         entry = self.ledger.add("reduce_scatter", unit, peers_rows * (self.num_ranks - 1))
-        rows = [[[piece.of(rank) for piece in message] for message in messages] for rank in range(self.num_ranks)]
+        rows = {rank: [[piece.of(rank) for piece in message] for message in messages] for rank in self._peers()}
         first, *later = self._rounds(messages, tags)
         parts, add_up = self._receive_round(description, first, divisor)
         sends = self._send_to_all(description, rows, tags)  # after the receives: gloo may else send and receive in turn
@@ -96,7 +96,7 @@ class PairwiseCollectives(Collectives):
     def _staged_nbytes(self, message: list[_Range]) -> int:
         """Bytes of peers' rows that are held besides the outputs."""
         num_staged = self.num_ranks - 1 - int(_lands_in_output(message))
-        return num_staged * sum((piece.stop - piece.start) * piece.item.flat.itemsize for piece in message)
+        return num_staged * sum([(piece.stop - piece.start) * piece.item.flat.itemsize for piece in message])
 
     def _rounds(self, messages: list[list[_Range]], tags: list[int]) -> list[list[tuple[list[_Range], int]]]:
         """Messages and their tags, grouped into rounds that fit into `staging_bytes`."""
@@ -116,26 +116,26 @@ class PairwiseCollectives(Collectives):
     ) -> tuple[list[Work], Callable[[], None]]:
         """Start receiving the peers' rows; the returned function adds them up once they have arrived."""
         parts: list[Work] = []
-        terms: list[tuple[_Range, dict[int, Tensor]]] = []
+        sums: list[tuple[list[Tensor], dict[int, Sequence[Tensor]]]] = []  # what is added up, by rank
         for message, tag in messages:
-            lengths = [len(piece.output) for piece in message]
-            by_rank = [{self.rank: piece.of(self.rank)} for piece in message]
+            outputs = [piece.output for piece in message]
+            lengths = [output.numel() for output in outputs]
+            terms: dict[int, Sequence[Tensor]] = {self.rank: [piece.of(self.rank) for piece in message]}
             for place, peer in enumerate(sorted(self._peers())):
                 lands = place == 0 and _lands_in_output(message)
-                buffer = message[0].output if lands else message[0].item.flat.new_empty(sum(lengths))
+                buffer = outputs[0] if lands else message[0].item.flat.new_empty(sum(lengths))
                 if buffer.numel():
                     parts.append(self._receive(description, buffer, peer, tag))
-                for of_piece, values in zip(by_rank, torch.split(buffer, lengths), strict=True):
-                    of_piece[peer] = values
-            terms += zip(message, by_rank, strict=True)
+                terms[peer] = buffer.split_with_sizes(lengths)
+            sums.append((outputs, terms))
 
         def add_up() -> None:
-            for piece, of_piece in terms:
-                sum_in_order(piece.output, [of_piece[rank] for rank in sorted(of_piece)], divisor)
+            for outputs, terms in sums:
+                sum_in_order(outputs, [terms[rank] for rank in sorted(terms)], divisor)
 
         return parts, add_up
 
-    def _send_to_all(self, description: str, rows: Sequence[list[list[Tensor]]], tags: Sequence[int]) -> list[Work]:
+    def _send_to_all(self, description: str, rows: Mapping[int, list[list[Tensor]]], tags: Sequence[int]) -> list[Work]:
         """Send `rows[peer]`, a list of tensors for each message, to every peer."""
         parts = []
         packed: dict[int, Tensor] = {}
@@ -175,10 +175,23 @@ def _lands_in_output(message: list[_Range]) -> bool:
     return len(message) == 1 and message[0].item.flat.dtype == message[0].output.dtype
 
 
-def sum_in_order(output: Tensor, terms: Sequence[Tensor], divisor: int) -> None:
-    """output = (((t0 + t1) + t2) + ...) / divisor; `output` may be one of the first two terms, or wider than all terms."""
+def sum_in_order(outputs: Sequence[Tensor], terms: Sequence[Sequence[Tensor]], divisor: int) -> None:
+    """output = (((t0 + t1) + t2) + ...) / divisor, of each.
+
+    Args:
+        outputs: may be wider than the terms; a single one may be one of its first two terms.
+        terms: in their order, of each output.
+        divisor: of the sums.
+    """
+    if len(outputs) > 1:
+        targets = list(outputs)
+        torch._foreach_copy_(targets, list(terms[0]))
+        for term in terms[1:]:
+            torch._foreach_add_(targets, list(term))
+        divide(targets, divisor)
+        return
     # One part at a time, so that it stays in the cache until it is divided.
-    for part, first, *others in zip(*(torch.split(each, _PART_NUMEL) for each in (output, *terms)), strict=True):
+    for part, first, *others in zip(*(torch.split(each, _PART_NUMEL) for (each,) in (outputs, *terms)), strict=True):
         total = first
         for other in others:
             add([total], [other], [part])

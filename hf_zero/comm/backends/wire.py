@@ -203,7 +203,7 @@ class WireCollectives(RowCollectives):
         own = each.item.layout.elements_of(each.item.flat, self._exact.rank)
         if not _is_packed(each.item, self._reduced):
             terms = {self._exact.rank: own} | each.terms
-            sum_in_order(each.output, [terms[number] for number in sorted(terms)], divisor)
+            sum_in_order([each.output], [[terms[number]] for number in sorted(terms)], divisor)
             return
         each.output.copy_(own)  # not added: an interrupted sum is made again from the start
         room = torch.empty_like(each.output)  # for one peer after the other

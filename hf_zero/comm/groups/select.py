@@ -152,9 +152,21 @@ class _Groups:
 _groups: list[_Groups] = []
 
 
+_LetGo = Callable[[tuple[int, ...]], None]
+_hear_of_meetings: list[_LetGo] = []
+
+
+def when_met(let_go: _LetGo) -> _LetGo:
+    """Call this whenever ranks have met to make groups of their own, before those of models that are gone are closed."""
+    _hear_of_meetings.append(let_go)
+    return let_go
+
+
 def _close_unused_groups(made: Collectives) -> None:
     """Close the groups of models that are gone on every rank: each group has threads that poll as long as it exists."""
     global _groups
+    for let_go in _hear_of_meetings:
+        let_go(made.ranks)
     world = default_group()
     assert world is not None
     _groups = [each for each in _groups if each.default_group() is world]  # torch has closed the others

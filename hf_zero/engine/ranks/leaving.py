@@ -3,18 +3,22 @@
 [Note: leaving] Rank 0 may save alone at the very end, when the others have nothing left to do. So a rank that is about to
 exit, or to destroy the process group, stays until the others are about to do so, too, or are gone, or wait for it in an
 exchange, in vain. A rank that ends by an error does not stay. A `main()` drops its model and its optimizer as it returns: what
-is dropped when no function of the program does anything more is kept until the exit.
+is dropped when no function of the program does anything more is kept until the exit. The lines of a module may go on after
+`main()`, and call it again: so it is kept until the ranks meet to make another model, since none of them can ask any more
+then. What these lines drop themselves (`del model`, `gc.collect()`) is gone.
 """
 
 from __future__ import annotations
 
 import atexit
 import dis
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -36,8 +40,30 @@ _LAUNCHERS = (
 )
 _DOES_NOTHING = ("CACHE", "NOP", "POP_TOP", "LOAD_CONST")
 
+Target = TypeVar("Target")
+
 _changes = Changes()
 _leavers: list[Callable[[], Callable[[], None] | None]] = []
+_is_collecting = False  # garbage
+
+
+class Lasting(Generic[Target]):
+    """A weak reference, called for its target, that may be made to last."""
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._kept = weakref.ref(target), list[Target]()
+
+    def __call__(self) -> Target | None:
+        """The target, as long as it lives."""
+        return self._kept[0] if self._kept else self._target()
+
+    def keep(self, target: Target) -> None:
+        """Let the target live, which is about to be gone."""
+        self._kept = [target]
+
+    def let_go(self) -> None:
+        """Let it be gone."""
+        self._kept = []
 
 
 def before_leaving(leave: Callable[[], Callable[[], None] | None]) -> None:
@@ -47,6 +73,8 @@ def before_leaving(leave: Callable[[], Callable[[], None] | None]) -> None:
     """
     if not _leavers:
         atexit.register(_at_exit)
+    if _note_collection not in gc.callbacks:
+        gc.callbacks.append(_note_collection)
     _leavers.append(leave)
     if not _changes:
         _changes.keep()
@@ -74,15 +102,29 @@ def _stay() -> None:
 
 
 def only_returns() -> bool:
-    """Whether no function of the program does more than return, on this thread: modules' code and launchers do not count."""
+    """Whether no function of the program does more than return, on this thread: see above. Launchers do not count."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        is_launcher = code.co_filename.startswith((_PACKAGE, "<frozen")) or _is_launcher(frame)
-        if code.co_name != "<module>" and not is_launcher and not _is_at_its_end(frame):
+        is_ours = frame.f_code.co_filename.startswith((_PACKAGE, "<frozen"))
+        if not (is_ours or _is_launcher(frame) or _has_called_from_module(frame) or _is_at_its_end(frame)):
             return False
         frame = frame.f_back
     return True
+
+
+def _note_collection(phase: str, _: dict[str, int]) -> None:
+    global _is_collecting
+    _is_collecting = phase == "start"
+
+
+def _has_called_from_module(frame: FrameType) -> bool:
+    """Whether a line of a module has called what returns now, and not the garbage collector."""
+    if frame.f_code.co_name != "<module>" or _is_collecting:
+        return False
+    at = frame.f_lasti
+    while at > 0 and dis.opname[frame.f_code.co_code[at]] == "CACHE":  # beside the instruction that is under way
+        at -= 2
+    return dis.opname[frame.f_code.co_code[at]].startswith("CALL")
 
 
 def _is_launcher(frame: FrameType) -> bool:

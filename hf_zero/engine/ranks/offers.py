@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,10 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hf_zero.engine.ranks.leaving import Lasting
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
 _PARAMETERS = "parameters"
+
+GONE = (
+    "the model does not exist there any more: keep it until rank 0 has saved (`dist.barrier()`), or let all ranks save"
+)
 
 
 @dataclass
@@ -54,17 +58,17 @@ class Offers:
     """What this rank's peers may ask for, and under which names; all ranks offer the same."""
 
     def __init__(self) -> None:
-        self._engines: list[Callable[[], Served | None]] = []
+        self._engines: list[Lasting[Served]] = []
         self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
         self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self.parameter}
         self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
         self._outliving: set[str] = set()
 
-    def add(self, engine: Served) -> int:
-        """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns its number."""
-        self._engines.append(weakref.ref(engine))
+    def add(self, engine: Served) -> Lasting[Served]:
+        """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns what refers to it."""
+        self._engines.append(Lasting(engine))
         self._changes.append(engine.changes)
-        return len(self._engines) - 1
+        return self._engines[-1]
 
     def offer(
         self,
@@ -86,10 +90,6 @@ class Offers:
             self._outliving.add(key)
         if search is not None:
             self._searches[key] = search
-
-    def hold(self, engine: Served, place: int) -> None:
-        """Let an engine live as long as this."""
-        self._engines[place] = lambda: engine
 
     def find(self, tensor: Tensor) -> tuple[str, object] | None:
         """Under which key a tensor is offered, and which it is there; the same on every rank. None: it cannot be asked for."""
@@ -134,7 +134,7 @@ class Offers:
         place, number = found
         engine = self._engines[place]()
         if engine is None:
-            raise CollectiveError("the model does not exist there any more")
+            raise CollectiveError(GONE)
         return engine.rows_of(number)
 
     @property

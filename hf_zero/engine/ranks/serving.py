@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,10 @@ from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
 from hf_zero.comm.groups.process_groups import default_group
+from hf_zero.comm.groups.select import when_met
 from hf_zero.engine.ranks.apart import Apart, line_of_program
-from hf_zero.engine.ranks.leaving import before_leaving, only_returns
-from hf_zero.engine.ranks.offers import Offers, Served
+from hf_zero.engine.ranks.leaving import Lasting, Target, before_leaving, only_returns
+from hf_zero.engine.ranks.offers import GONE, Offers
 from hf_zero.engine.ranks.place import ProgramPlace
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
@@ -97,17 +99,15 @@ class Serving(Offers):
             itself = weakref.ref(self)
             before_leaving(lambda: None if (serving := itself()) is None else serving.leave())
 
-    def keep(self, engine: Served, place: int) -> None:
-        """An engine is about to be gone, though its parameters may still be asked for; see [Note: leaving]."""
-        if self.keeps():
-            self.hold(engine, place)
+    def keep(self, reference: Lasting[Target], target: Target) -> None:
+        """An engine, or an optimizer, is about to be gone: keep it if it may still be asked for. See [Note: leaving]."""
+        if self._peers is not None and not self._is_leaving and only_returns():
+            reference.keep(target)
+            _kept.append((self, reference))
 
-    def keeps(self) -> bool:
-        """Whether what is about to be gone may still be asked for; then this lives until the exit. See [Note: leaving]."""
-        if self._peers is None or self._is_leaving or not only_returns():
-            return False
-        _kept.append(self)
-        return True
+    def is_among(self, ranks: Iterable[int]) -> bool:
+        """Whether all who may ask are among these."""
+        return self._peers is None or {self._peers.own, *self._peers.others}.issubset(ranks)
 
     @property
     def is_asked(self) -> bool:
@@ -356,7 +356,16 @@ class _Program:
 
 _program = _Program()
 _by_name: weakref.WeakValueDictionary[str, Serving] = weakref.WeakValueDictionary()
-_kept: list[Serving] = []  # until the exit
+_kept: list[tuple[Serving, Lasting[Any]]] = []
+
+
+@when_met
+def _let_go(ranks: tuple[int, ...]) -> None:
+    """These ranks have met to make another model: none of them can ask any more for what was dropped before."""
+    done = [each for each in _kept if each[0].is_among(ranks)]
+    _kept[:] = [each for each in _kept if each not in done]
+    for _, reference in done:
+        reference.let_go()
 
 
 def _answer_place(place: ProgramPlace) -> Answer:
@@ -368,7 +377,7 @@ def _answer_rows(question: tuple[ProgramPlace, str, object]) -> Answer:
     asked_from, key, item = question
     serving = _by_name.get(asked_from.world)
     if serving is None:
-        raise CollectiveError("the model does not exist there any more")
+        raise CollectiveError(GONE)
     with torch.no_grad():
         return serving.give_rows(asked_from, key, item)
 

@@ -40,7 +40,7 @@ class ServedParameters:
         self._engine = weakref.ref(engine)
         self._parameters, self._gathering = parameters, gathering
         self._numbers = {id(p.param): number for number, p in enumerate(parameters)}
-        self._serving, self._place = serving, serving.add(self)
+        self._serving, self._reference = serving, serving.add(self)
 
     @property
     def is_at_rest(self) -> bool:
@@ -77,4 +77,4 @@ class ServedParameters:
 
     def __del__(self) -> None:
         if not self._is_exiting():
-            self._serving.keep(self, self._place)
+            self._serving.keep(self._reference, self)
