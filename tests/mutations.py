@@ -119,6 +119,18 @@ MUTATIONS = {
         'if frame.f_code.co_name != "<module>":',
         "tests/engine/ranks/test_leaving.py",
     ),
+    "what torch exchanges of a gradient is lost": Mutation(
+        "engine/parameters/at_rest/operators.py",
+        'writes = base_name(func).endswith("_") and "barrier" not in base_name(func)',
+        "writes = False",
+        "tests/engine/parameters/test_torch_exchanges.py",
+    ),
+    "each parameter used at rest is reduced alone": Mutation(
+        "engine/backward/accumulation.py",
+        "if is_part and len(self._sums[unit]) < len(unit.trainable()):",
+        "if False:",
+        "tests/engine/backward/test_accumulation.py",
+    ),
     "each use of a tied weight is reduced": Mutation(
         "engine/backward/accumulation.py",
         "if not (self._comes_again(unit) and",

@@ -66,12 +66,18 @@ class Accumulation:
         self._kept: dict[ZeroParameter, None] = {}
         self._taken: set[ZeroParameter] = set()  # whose `.grad` may hold what this backward has reduced already
 
-    def add(self, unit: Unit, found: WholeGradients) -> None:
-        """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come."""
+    def add(self, unit: Unit, found: WholeGradients, is_part: bool = False) -> None:
+        """Whole gradients of one use of a unit are there; those that users' hooks are to see wait until all have come.
+
+        Args:
+            unit: the unit.
+            found: its gradients.
+            is_part: of a use of some of its parameters: those of others wait for the rest of them, or for the end.
+        """
         if unit in self._hooked or have_grad_hooks([p.param for p in found]):
             add_up(self._hooked.setdefault(unit, {}), found)
         else:
-            self._hand_on(unit, found)
+            self._hand_on(unit, found, is_part)
 
     def run_hooks(self) -> None:
         """Pass this rank's whole gradients through what users have registered, once a backward, as autograd does."""
@@ -109,8 +115,9 @@ class Accumulation:
         if self.reducer is not None:
             self.reducer.abandon()
 
-    def _hand_on(self, unit: Unit, found: WholeGradients) -> None:
-        if self.reducer is not None and not (self._keeps_whole or unit in self._sums or self._comes_again(unit)):
+    def _hand_on(self, unit: Unit, found: WholeGradients, is_part: bool = False) -> None:
+        waits = is_part or self._keeps_whole or unit in self._sums or self._comes_again(unit)
+        if self.reducer is not None and not waits:
             self.reducer.ready(unit, found)
             return
         given = {p: found[p] for p in unit.trainable() if p in found}
@@ -125,6 +132,8 @@ class Accumulation:
             self._add(self._sums[unit], given)
         else:
             self._sums[unit] = given
+        if is_part and len(self._sums[unit]) < len(unit.trainable()):
+            return
         if not (self._comes_again(unit) and all(map(self.reducer.sends_sums, given))):  # see [Note: one reduction]
             self._reduce_sums(unit, self.reducer)
 

@@ -299,7 +299,7 @@ class Backward:
     def on_read_gradient(self, read: Read, gradient: Tensor) -> Tensor | None:
         """The gradient of a parameter that was read outside its module's call is there; returns it where it is asked for."""
         refuse_create_graph()
-        session = self.begin()
+        read.session = session = self.begin()
         check_not_outdated(read.unit, read.epoch)
         if is_wanted(read.parameter, self._anchor_node):
             session.has_gradients = True
@@ -314,7 +314,7 @@ class Backward:
         session = self.begin()
         session.has_gradients = True
         part = self._world.cut_of(p.param).part_of(gradient).to(self._world.device)
-        session.gradients.add(self.unit_of[p], {p: part.contiguous()})
+        session.gradients.add(self.unit_of[p], {p: part.contiguous()}, is_part=True)
 
     def make_whole(self, unit: Unit, epoch: int) -> None:
         """Autograd needs a saved view of a unit: let the unit be whole until this backward ends."""

@@ -2,10 +2,11 @@
 
 [Note: leaving] Rank 0 may save alone at the very end, when the others have nothing left to do. So a rank that is about to
 exit, or to destroy the process group, stays until the others are about to do so, too, or are gone, or wait for it in an
-exchange, in vain. A rank that ends by an error does not stay. A `main()` drops its model and its optimizer as it returns: what
-is dropped when no function of the program does anything more is kept until the exit. The lines of a module may go on after
-`main()`, and call it again: so it is kept until the ranks meet to make another model, since none of them can ask any more
-then. What these lines drop themselves (`del model`, `gc.collect()`) is gone.
+exchange, in vain. After it has destroyed the group, it goes on, and stays once more at its exit: rank 0 may save in between
+(`accelerator.end_training()` destroys the group). A rank that ends by an error does not stay. A `main()` drops its model and
+its optimizer as it returns: what is dropped when no function of the program does anything more is kept until the exit. The
+lines of a module may go on after `main()`, and call it again: so it is kept until the ranks meet to make another model, since
+none of them can ask any more then. What these lines drop themselves (`del model`, `gc.collect()`) is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -42,8 +44,20 @@ _DOES_NOTHING = ("CACHE", "NOP", "POP_TOP", "LOAD_CONST")
 
 Target = TypeVar("Target")
 
+
+class Leaves(IntEnum):
+    """What a process is about to leave, or has left."""
+
+    NOTHING = 0
+    GROUP = 1
+    PROGRAM = 2
+
+
+Leaver = Callable[[Leaves], Callable[[], None] | None]
+
 _changes = Changes()
-_leavers: list[Callable[[], Callable[[], None] | None]] = []
+_leavers: list[Leaver] = []
+_without_group: list[Leaver] = []  # that have left it, and not the program yet
 _is_collecting = False  # garbage
 
 
@@ -66,39 +80,38 @@ class Lasting(Generic[Target]):
         self._kept = []
 
 
-def before_leaving(leave: Callable[[], Callable[[], None] | None]) -> None:
-    """When this process is about to exit or to destroy its default group, call `leave()`, and what it returns, which stays.
+def before_leaving(leave: Leaver) -> None:
+    """When this process is about to destroy its default group, and to exit, call `leave`, and what it returns, which stays.
 
     Not if it does so by an error. Everything leaves before the first stays: ranks may have come in different orders.
     """
-    if not _leavers:
-        atexit.register(_at_exit)
-    if _note_collection not in gc.callbacks:
-        gc.callbacks.append(_note_collection)
     _leavers.append(leave)
     if not _changes:
+        atexit.register(_at_exit)
+        gc.callbacks.append(_note_collection)
         _changes.keep()
         _changes.wrap(dist, "destroy_process_group", _destroy)
 
 
 def _at_exit() -> None:
     if getattr(sys, "last_value", None) is None:  # the error that ended the program
-        _stay()
+        _stay(Leaves.PROGRAM)
 
 
 def _destroy(original: Callable[..., None], group: Any = None) -> None:
     if group in (None, default_group()) and sys.exc_info()[0] is None:
-        _stay()
+        _stay(Leaves.GROUP)
     original(group)
 
 
-def _stay() -> None:
-    while _leavers:
-        stays = [leave() for leave in reversed(_leavers)]
-        _leavers.clear()
-        for stay in stays:
-            if stay is not None:
-                stay()
+def _stay(leaves: Leaves) -> None:
+    leaving = [*(_without_group if leaves is Leaves.PROGRAM else ()), *_leavers]
+    _without_group.extend(_leavers)
+    _leavers.clear()
+    stays = [leave(leaves) for leave in reversed(leaving)]
+    for stay in stays:
+        if stay is not None:
+            stay()
 
 
 def only_returns() -> bool:

@@ -37,7 +37,7 @@ from hf_zero.comm.exchange import named
 from hf_zero.comm.groups.process_groups import default_group
 from hf_zero.comm.groups.select import when_met
 from hf_zero.engine.ranks.apart import Apart, line_of_program
-from hf_zero.engine.ranks.leaving import Lasting, Target, before_leaving, only_returns
+from hf_zero.engine.ranks.leaving import Lasting, Leaves, Target, before_leaving, only_returns
 from hf_zero.engine.ranks.offers import GONE, Offers
 from hf_zero.engine.ranks.place import ProgramPlace
 from hf_zero.errors import CollectiveError
@@ -88,7 +88,7 @@ class Serving(Offers):
         self.apart = Apart()
         self._edits_at: ProgramPlace | None = None  # and on which line
         self._edits_alone = False
-        self._is_leaving = False
+        self._left = Leaves.NOTHING
         if peers is not None:
             self._met = counts_of(name)
             _program.alone_at = None  # all make this one
@@ -97,11 +97,11 @@ class Serving(Offers):
             answer(_ROWS, _answer_rows)
             answer(_LEAVING, _answer_leaving)
             itself = weakref.ref(self)
-            before_leaving(lambda: None if (serving := itself()) is None else serving.leave())
+            before_leaving(lambda leaves: None if (serving := itself()) is None else serving.leave(leaves))
 
     def keep(self, reference: Lasting[Target], target: Target) -> None:
         """An engine, or an optimizer, is about to be gone: keep it if it may still be asked for. See [Note: leaving]."""
-        if self._peers is not None and not self._is_leaving and only_returns():
+        if self._peers is not None and self._left < Leaves.PROGRAM and only_returns():
             reference.keep(target)
             _kept.append((self, reference))
 
@@ -240,7 +240,7 @@ class Serving(Offers):
 
     def _has_left(self, place: ProgramPlace) -> bool:
         """Whether this rank has done all that comes before a place, and begun what comes after it."""
-        return self._is_leaving or is_ahead(progress(), place.reached) or is_waiting_beyond(place.in_groups)
+        return bool(self._left) or is_ahead(progress(), place.reached) or is_waiting_beyond(place.in_groups)
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
@@ -321,9 +321,9 @@ class Serving(Offers):
 
     # --- the end of the program ---------------------------------------------------------------------------------
 
-    def leave(self) -> Callable[[], None]:
+    def leave(self, leaves: Leaves) -> Callable[[], None]:
         """Be about to leave; returns what stays until no rank may ask any more, see [Note: leaving]."""
-        self._is_leaving = True
+        self._left = leaves
         return partial(self._stay, self._here())
 
     def _stay(self, here: ProgramPlace) -> None:
@@ -336,13 +336,13 @@ class Serving(Offers):
     def _may_ask(self, rank: int, here: ProgramPlace) -> bool:
         assert self._peers is not None
         try:
-            return bool(self._peers.ask(rank, _LEAVING, here)[0])
+            return bool(self._peers.ask(rank, _LEAVING, (here, self._left))[0])
         except CollectiveError:
             return False  # it is gone
 
-    def may_ask(self, place: ProgramPlace) -> bool:
+    def may_ask(self, place: ProgramPlace, leaves: Leaves) -> bool:
         """Whether this rank may still ask one that leaves from a place, and does not wait for it in an exchange."""
-        return not self._is_leaving and not is_ahead(progress(), place.reached)
+        return self._left < leaves and not is_ahead(progress(), place.reached)
 
 
 @dataclass
@@ -382,6 +382,7 @@ def _answer_rows(question: tuple[ProgramPlace, str, object]) -> Answer:
         return serving.give_rows(asked_from, key, item)
 
 
-def _answer_leaving(place: ProgramPlace) -> Answer:
+def _answer_leaving(question: tuple[ProgramPlace, Leaves]) -> Answer:
+    place, leaves = question
     serving = _by_name.get(place.world)
-    return serving is not None and serving.may_ask(place), None
+    return serving is not None and serving.may_ask(place, leaves), None

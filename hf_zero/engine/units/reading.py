@@ -119,16 +119,22 @@ def _outside_compiled_graphs() -> Callable[[Reader, Tensor | None], Tensor | Non
 
 
 class Read:
-    """A parameter that was read outside its module's call, and where its gradient goes.
+    """A parameter that was read outside its module's call, and where its gradient goes: a `LiveCall` like any.
 
     Attributes:
         parameter: which.
         unit: its unit.
         epoch: of the unit, when it was read.
+        session: the last pass in which its gradient has come.
+        node: gives the node of the graph, as long as it lives; weak.
     """
+
+    is_done, began = True, 0  # nothing but the graph tells whether a backward comes to it
 
     def __init__(self, parameter: ZeroParameter, unit: Unit) -> None:
         self.parameter, self.unit, self.epoch = parameter, unit, unit.epoch
+        self.session: object | None = None
+        self.node: Callable[[], object | None] = lambda: None
 
 
 class _Read(torch.autograd.Function):
@@ -139,6 +145,7 @@ class _Read(torch.autograd.Function):
         ctx: Any, anchor: Tensor, leaf: Tensor | None, read: Read, receiver: Receiver, whole: list[Tensor]
     ) -> Tensor:
         ctx.read, ctx.receiver = read, receiver
+        read.node = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         return whole[0].data  # no view of an input, of which autograd would let nobody write into views
 
@@ -152,6 +159,7 @@ def in_graph(receiver: Receiver, read: Read, whole: Tensor) -> Tensor:
     """`whole` (of no other use) with the gradient function of a read."""
     (leaf,) = connected([read.parameter])
     result: Tensor = _Read.apply(receiver.anchor, leaf, read, receiver, [whole])  # type: ignore[no-untyped-call, unused-ignore]
+    read.unit.live_calls.add(read)
     return result
 
 

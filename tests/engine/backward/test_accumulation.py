@@ -1,5 +1,6 @@
 """What several calls use: its gradients are added up before they are reduced, as autograd adds them up before DDP's hooks."""
 
+import copy
 from typing import Any
 
 import torch
@@ -121,3 +122,33 @@ def test_graphs_that_nobody_runs_keep_no_gradient_waiting(stage: int) -> None:
         out.sum().backward()
     assert begun[-1] == {"last": 1}  # when the backward came to the input, before the last gradients of the layer
     kept.sum().backward()
+
+
+class _OfParts(nn.Module):
+    """Adapters, whose own calls nobody makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = nn.functional.linear(x, part.weight, part.bias)
+        return x
+
+
+@on_ranks(2, stage=[1, 2, 3], is_called=[True, False])
+def test_parameters_that_are_used_one_by_one_are_reduced_together(stage: int, is_called: bool) -> None:
+    """Read in the forward of the model, or by a function beside it, as where another model's modules call them."""
+    torch.manual_seed(0)
+    model = _OfParts()
+    plain = copy.deepcopy(model)
+    engine = zero.shard_model(model, {"stage": stage, "collectives": "native"})
+    inputs = [torch.randn(3, 6) for _ in range(2)]
+    (sum(plain(x).square().sum() for x in inputs) / 2).backward()  # type: ignore[union-attr]
+    engine.world.ledger.reset()
+    x = inputs[dist.get_rank()]
+    (model(x) if is_called else _OfParts.forward(model, x)).square().sum().backward()
+    assert set(_numbers_of_reductions(engine).values()) == {1}
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(_whole(ours.grad), theirs.grad)

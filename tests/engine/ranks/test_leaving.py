@@ -43,6 +43,8 @@ def main_worker():
         optimizer.zero_grad()
     together = whole_state_dict(model), optimizer.state_dict()["state"]
     dist.barrier()
+    if ending == "ended":
+        dist.destroy_process_group()
     if not rank:
         time.sleep(0.5)
         torch.save((together, (whole_state_dict(model), optimizer.state_dict()["state"])), f"{folder}/{ending}.saved")
@@ -83,7 +85,7 @@ else:
     codes = {children[each]: os.waitstatus_to_exitcode(status) for each, status in (os.wait() for _ in children)}
     print(json.dumps(codes))
 """
-PROGRAMS = [("returned", 3), ("destroyed", 1), ("error", 1), ("swept", 3)]
+PROGRAMS = [("returned", 3), ("destroyed", 1), ("ended", 3), ("error", 1), ("swept", 3)]
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(folder, json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("ending", ["returned", "destroyed"])
+@pytest.mark.parametrize("ending", ["returned", "destroyed", "ended"])
 def test_weights_and_states_saved_by_rank_0_after_the_others_have_ended(ending: str, ended: Ended) -> None:
     assert [(code, error[-2000:] if code else "") for code, error in ended.ranks(ending)] == [(0, "")] * 2
     together, alone = torch.load(ended.folder / f"{ending}.saved")
@@ -142,5 +144,5 @@ def test_ranks_that_leave_their_models_in_different_orders_do_not_stay_for_each_
     if dist.get_rank():
         leaving._leavers.reverse()
     assert len(leaving._leavers) == len(models)
-    leaving._stay()
+    leaving._stay(leaving.Leaves.GROUP)
     dist.barrier()

@@ -30,6 +30,8 @@ _DRAWS_UNREAD = frozenset(
 )
 # Of the same memory, though autograd is not told.
 _VIEWS_UNSAID = ("unsafe_split", "unsafe_split_with_sizes", "_unsafe_view")
+# Exchanges of torch that give each rank something else, or one rank alone.
+_DIFFER_BY_RANK = ("reduce_", "_reduce_scatter", "scatter_", "alltoall_", "gather_", "recv_")
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
@@ -85,6 +87,9 @@ def _is_elementwise_of_one(name: str) -> bool:
 @functools.cache
 def writes_of(func: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that `func` writes to."""
+    if is_exchange(func):  # whose schema does not tell
+        writes = base_name(func).endswith("_") and "barrier" not in base_name(func)
+        return ((0, func._schema.arguments[0].name),) if writes else ()
     is_norm = "batch_norm" in base_name(func)  # whose schema does not tell that it updates its statistics
     return tuple(
         (i, a.name)
@@ -97,6 +102,16 @@ def writes_of(func: Any) -> tuple[tuple[int, str], ...]:
 def base_name(func: Any) -> str:
     """The operator's name without namespace and overload."""
     return str(func._schema.name).split("::")[-1]
+
+
+def is_exchange(func: Any) -> bool:
+    """Whether `func` is one of `torch.distributed`, as `dist.all_reduce` calls it."""
+    return bool(func.namespace == "c10d")
+
+
+def differs_by_rank(func: Any) -> bool:
+    """Whether what an exchange writes is not the same on all ranks."""
+    return base_name(func).startswith(_DIFFER_BY_RANK)
 
 
 def is_like(name: str) -> bool:

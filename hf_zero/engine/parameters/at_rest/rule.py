@@ -13,7 +13,15 @@ from torch.utils import _pytree as pytree
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.lineage import NOTHING, VALUES, Call, copied_over, is_back
 from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
-from hf_zero.engine.parameters.at_rest.operators import Kind, base_name, is_like, kind_of, writes_of
+from hf_zero.engine.parameters.at_rest.operators import (
+    Kind,
+    base_name,
+    differs_by_rank,
+    is_exchange,
+    is_like,
+    kind_of,
+    writes_of,
+)
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
 from hf_zero.engine.ranks.serving import ChangedAloneError
@@ -43,6 +51,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if kind is Kind.SHAPE:
         _refuse_other_shape(func, given[0])
     written = list(_written(func, args, kwargs))
+    if is_exchange(func):
+        _refuse_unlike(func, written)
     for root in _unique(t.root for t in written if isinstance(t, AtRest)):
         root.before_edit()
     in_graph = torch.is_grad_enabled() and any(t.requires_grad for t in operands) and not is_like(base_name(func))
@@ -157,6 +167,12 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
         plain = {id(t): cast(AtRest, t).of(wholes[id(cast(AtRest, t).root)]) for t in cast(list[Tensor], given)}
         apart = _apart(roots_written, wholes) if call.source is None else []
         result = _mapped(func, args, kwargs, plain)
+        if (
+            is_exchange(func) and base_name(func) != "send"
+        ):  # which keeps its tensors; others use them until they are done
+            for work in pytree.tree_leaves(result):
+                if isinstance(work, torch.ScriptObject):
+                    work.wait()  # type: ignore[attr-defined]
         for tensor in written:
             if isinstance(tensor, AtRest) and plain[id(tensor)].shape != tensor.shape:
                 _refuse_other_shape(func, tensor)
@@ -191,6 +207,15 @@ def _refuse_other_shape(func: Any, given: AtRest) -> NoReturn:
         f"{func} changes what memory {given.describe()} shows, which is partitioned: resize it before it is partitioned, "
         "or write into it"
     )
+
+
+def _refuse_unlike(func: Any, written: Sequence[Tensor]) -> None:
+    at_rest = [t for t in written if isinstance(t, AtRest)]
+    if at_rest and differs_by_rank(func):
+        raise UsageError(
+            f"{base_name(func).strip('_')} writes other values on each rank, and {at_rest[0].describe()} is one on "
+            "all of them: let it write into a plain tensor, or call all_reduce"
+        )
 
 
 def _mapped(func: Any, args: Any, kwargs: Any, plain: dict[int, Tensor]) -> Any:

@@ -1,0 +1,101 @@
+"""Exchanges of `torch.distributed` on gradients and parameters: scripts average gradients by hand, though DDP has done so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn import functional
+
+import hf_zero as zero
+from hf_zero import UsageError
+from tests.engine.twins import Net, batch, square_loss, whole
+from tests.ranks import on_ranks
+
+
+def _model(stage: int) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    zero.shard_model(model, {"stage": stage})
+    square_loss(model, batch(0, dist.get_rank())).backward()
+    return model
+
+
+def _later(grads: list[Tensor]) -> list[Tensor]:
+    work = dist.all_reduce(grads[0], async_op=True)
+    work.wait()
+    return grads[:1]
+
+
+def _coalesced(grads: list[Tensor]) -> list[Tensor]:
+    with dist._coalescing_manager():
+        for grad in grads:
+            dist.all_reduce(grad)
+    return grads
+
+
+def _by_view(grads: list[Tensor]) -> list[Tensor]:
+    dist.all_reduce(grads[0].view(-1))
+    return grads[:1]
+
+
+def _gathered(grads: list[Tensor]) -> list[Tensor]:
+    """Into tensors that are at rest, too."""
+    rooms = [torch.zeros_like(grads[0]) for _ in range(2)]
+    dist.all_gather(rooms, grads[0])
+    return [rooms[0] + rooms[1]]
+
+
+_SUMS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "all_reduce": lambda grads: [dist.all_reduce(grad) or grad for grad in grads],
+    "later": _later,
+    "coalesced": _coalesced,
+    "by_view": _by_view,
+    "gathered": _gathered,
+    "in_graph": lambda grads: [functional.all_reduce(grads[0])],
+}
+
+
+@on_ranks(2, stage=[1, 3], way=list(_SUMS))
+def test_sums_over_the_ranks_are_those_of_plain_tensors(stage: int, way: str) -> None:
+    """Each rank has the same gradients, so that the sum over two ranks is twice as much."""
+    grads = [param.grad.clone() for param in _model(stage).parameters()]
+    expected = [2 * whole(grad) for grad in grads]
+    for found, wanted in zip(_SUMS[way](grads), expected, strict=False):
+        assert torch.equal(whole(found), wanted)
+
+
+@on_ranks(2, stage=[1, 3])
+def test_gradients_averaged_by_hand_stay_what_they_are(stage: int) -> None:
+    model = _model(stage)
+    expected = [whole(param.grad).clone() for param in model.parameters()]
+    for param in model.parameters():
+        total = param.grad.clone()
+        dist.all_reduce(total)
+        param.grad = total / 2
+    for param, wanted in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(whole(param.grad), wanted)
+
+
+@on_ranks(2, stage=[1, 3])
+def test_parameters_that_are_averaged_or_sent_out_again_are_used_so(stage: int) -> None:
+    model = _model(stage)
+    expected = [whole(param).detach().clone() for param in model.parameters()]
+    output = model(batch(0, 0)).detach().clone()
+    with torch.no_grad():
+        for param in model.parameters():
+            dist.all_reduce(param)
+            param /= 2
+            dist.broadcast(param.data, 0)
+    assert torch.equal(model(batch(0, 0)), output)
+    for param, wanted in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(whole(param), wanted)
+
+
+@on_ranks(2, stage=[3])
+def test_what_gives_other_values_on_each_rank_is_refused(stage: int) -> None:
+    (grad, *_) = (param.grad for param in _model(stage).parameters())
+    with pytest.raises(UsageError, match="reduce writes other values on each rank"):
+        dist.reduce(grad, 0)
