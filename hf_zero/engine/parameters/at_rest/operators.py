@@ -46,6 +46,7 @@ class Kind(Enum):
     NORM = auto()
     UNSCALE = auto()  # of `GradScaler`
     DRAW = auto()  # of random numbers, into a tensor or of its shape, without reading it
+    EXCHANGE = auto()  # of `torch.distributed`, as `dist.all_reduce` calls it: on the whole
     SHAPE = auto()  # changes what memory a tensor shows
     WHOLE = auto()  # all else
 
@@ -54,6 +55,8 @@ class Kind(Enum):
 def kind_of(func: Any) -> Kind:
     """How `func` is run on tensors at rest."""
     name = base_name(func)
+    if func.namespace == "c10d":
+        return Kind.EXCHANGE
     if func is torch.ops.aten.detach.default or func is torch.ops.aten.alias.default:
         return Kind.ALIAS
     if torch.Tag.inplace_view in func.tags or name in ("set_", "resize_", "resize_as_"):
@@ -87,7 +90,7 @@ def _is_elementwise_of_one(name: str) -> bool:
 @functools.cache
 def writes_of(func: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that `func` writes to."""
-    if is_exchange(func):  # whose schema does not tell
+    if kind_of(func) is Kind.EXCHANGE:  # whose schema does not tell
         writes = base_name(func).endswith("_") and "barrier" not in base_name(func)
         return ((0, func._schema.arguments[0].name),) if writes else ()
     is_norm = "batch_norm" in base_name(func)  # whose schema does not tell that it updates its statistics
@@ -102,11 +105,6 @@ def writes_of(func: Any) -> tuple[tuple[int, str], ...]:
 def base_name(func: Any) -> str:
     """The operator's name without namespace and overload."""
     return str(func._schema.name).split("::")[-1]
-
-
-def is_exchange(func: Any) -> bool:
-    """Whether `func` is one of `torch.distributed`, as `dist.all_reduce` calls it."""
-    return bool(func.namespace == "c10d")
 
 
 def differs_by_rank(func: Any) -> bool:

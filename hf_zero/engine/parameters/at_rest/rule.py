@@ -17,7 +17,6 @@ from hf_zero.engine.parameters.at_rest.operators import (
     Kind,
     base_name,
     differs_by_rank,
-    is_exchange,
     is_like,
     kind_of,
     writes_of,
@@ -51,7 +50,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if kind is Kind.SHAPE:
         _refuse_other_shape(func, given[0])
     written = list(_written(func, args, kwargs))
-    if is_exchange(func):
+    if kind is Kind.EXCHANGE:
         _refuse_unlike(func, written)
     for root in _unique(t.root for t in written if isinstance(t, AtRest)):
         root.before_edit()
@@ -168,8 +167,8 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
         apart = _apart(roots_written, wholes) if call.source is None else []
         result = _mapped(func, args, kwargs, plain)
         if (
-            is_exchange(func) and base_name(func) != "send"
-        ):  # which keeps its tensors; others use them until they are done
+            kind_of(func) is Kind.EXCHANGE and base_name(func) != "send"
+        ):  # others read and write their tensors till they end
             for work in pytree.tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]
