@@ -329,6 +329,7 @@ TORCH = [
     Seam(torch.ops.aten.add_.Tensor, "_schema", "", "which arguments an operation changes"),
     Seam(torch.Tensor, "_version", "", "writes inside a forward, and to what autograd has saved"),
     Seam(torch, "_foreach_copy_", "", "on parameters"),
+    Seam(torch.ops.c10d, "_reduce_scatter_base_", "", "as what gives other values on each rank"),
     Seam(torch.ops.aten, "_foreach_zero_", "", "gradients under no_sync are cleared"),
     Seam(torch.Tensor, "grad_dtype", "", "gradients under no_sync, where the sum is wider than the parameter"),
     Seam(nn.Module, "__getattr__", "return _parameters[name]", "reads outside a call"),

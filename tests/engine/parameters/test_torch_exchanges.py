@@ -11,6 +11,7 @@ from torch.distributed.nn import functional
 
 import hf_zero as zero
 from hf_zero import UsageError
+from hf_zero.engine.parameters.at_rest.operators import differs_by_rank, writes_of
 from tests.engine.twins import Net, batch, square_loss, whole
 from tests.ranks import on_ranks
 
@@ -99,3 +100,33 @@ def test_what_gives_other_values_on_each_rank_is_refused(stage: int) -> None:
     (grad, *_) = (param.grad for param in _model(stage).parameters())
     with pytest.raises(UsageError, match="reduce writes other values on each rank"):
         dist.reduce(grad, 0)
+
+
+def test_what_each_exchange_of_torch_writes_is_known() -> None:
+    """Their schemas do not say so: for a name that is new here, look whether `writes_of` and `differs_by_rank` are right."""
+    known = {
+        "allreduce_",
+        "allreduce_coalesced_",
+        "broadcast_",
+        "allgather_",
+        "_allgather_base_",
+        "allgather_coalesced_",
+    }
+    known |= {"allgather_into_tensor_coalesced_", "send", "barrier", "monitored_barrier_", "check_for_nan"}
+    apart = {
+        "reduce_",
+        "reduce_scatter_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_",
+        "scatter_",
+        "gather_",
+    }
+    apart |= {"alltoall_", "alltoall_base_", "recv_", "recv_any_source_"}
+    names = {name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
+    assert names <= known | apart
+    for name in names:
+        exchange = getattr(torch.ops.c10d, name).default
+        assert differs_by_rank(exchange) == (name in apart), name
+        assert bool(writes_of(exchange)) == (name not in ("send", "barrier", "monitored_barrier_", "check_for_nan")), (
+            name
+        )

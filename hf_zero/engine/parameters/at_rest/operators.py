@@ -31,7 +31,7 @@ _DRAWS_UNREAD = frozenset(
 # Of the same memory, though autograd is not told.
 _VIEWS_UNSAID = ("unsafe_split", "unsafe_split_with_sizes", "_unsafe_view")
 # Exchanges of torch that give each rank something else, or one rank alone.
-_DIFFER_BY_RANK = ("reduce_", "_reduce_scatter", "scatter_", "alltoall_", "gather_", "recv_")
+_DIFFER_BY_RANK = ("reduce_", "_reduce_scatter_base_", "scatter_", "alltoall_", "gather_", "recv_")
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
