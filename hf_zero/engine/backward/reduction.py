@@ -227,21 +227,19 @@ class Reducer:
         flats: dict[ZeroParameter, Tensor] = {}
         copied: list[ZeroParameter] = []
         for p in parameters:
-            grad, dtype = gradients.get(p), self.gradient_dtypes[p].given
+            grad, dtypes = gradients.get(p), self.gradient_dtypes[p]
             if grad is None:
-                flats[p] = torch.zeros(p.computed.layout.numel, dtype=dtype, device=self.world.device)
+                flats[p] = torch.zeros(p.computed.layout.numel, dtype=dtypes.given, device=self.world.device)
                 continue
             flats[p] = flat = grad if grad.ndim == 1 and grad.is_contiguous() else p.computed.layout.flat(grad)
             # What stays whole is summed in place, and autograd may have handed its own to somebody else.
             is_autograds = not p.is_spread and flat.data_ptr() == grad.data_ptr()
-            if is_autograds or not (flat.dtype == dtype or self._is_sum(p, flat)):
+            is_sum = flat.dtype == dtypes.summed != dtypes.given and self.sends_sums(p)
+            if is_autograds or not (flat.dtype == dtypes.given or is_sum):
                 copied.append(p)
-        dtypes = [self.gradient_dtypes[p].given for p in copied]
-        flats.update(zip(copied, copies_of([flats[p] for p in copied], dtypes), strict=True))
+        given = [self.gradient_dtypes[p].given for p in copied]
+        flats.update(zip(copied, copies_of([flats[p] for p in copied], given), strict=True))
         return list(flats.items())
-
-    def _is_sum(self, p: ZeroParameter, flat: Tensor) -> bool:
-        return flat.dtype == self.gradient_dtypes[p].summed and self.sends_sums(p)
 
     def _bytes_in_flight(self) -> int:
         return sum([item.num_bytes for item in self._in_flight])
