@@ -18,7 +18,7 @@ from hf_zero.bench.processes import options, report
 from hf_zero.bench.step.engines import Setup, build
 from hf_zero.plan.models import config_of
 
-_WARM_UP_STEPS, _STEPS = 3, 3
+_WARM_UP_STEPS, _STEPS = 3, 20
 _TOKENS = 8
 
 
