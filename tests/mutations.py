@@ -113,12 +113,6 @@ MUTATIONS = {
         "done = []",
         "tests/engine/ranks/test_leaving.py",
     ),
-    "what a script collects is kept": Mutation(
-        "engine/ranks/leaving.py",
-        'if frame.f_code.co_name != "<module>" or _is_collecting:',
-        'if frame.f_code.co_name != "<module>":',
-        "tests/engine/ranks/test_leaving.py",
-    ),
     "what torch exchanges of a gradient is lost": Mutation(
         "engine/parameters/at_rest/operators.py",
         'writes = base_name(func).endswith("_") and "barrier" not in base_name(func)',

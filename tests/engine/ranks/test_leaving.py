@@ -71,6 +71,7 @@ for ending, stage, rank in [(ending, stage, rank) for ending, stage in programs 
         break
     children[child] = f"{ending}.{rank}"
 if not child and ending == "swept":
+    gc.disable()  # which would collect at any line
     counts = []
     for _ in range(3):
         main()
