@@ -175,10 +175,9 @@ class Gathering:
 
     def may_stay(self, unit: Unit, is_last: bool) -> bool:
         """Whether a unit may stay whole beyond its backward, of a last micro-batch or another: see [Note: until it changes]."""
-        is_kept = unit.index in self.kept.by_budget
-        return is_kept and (
-            not is_last or is_mostly_frozen(unit.nbytes, [p.param.requires_grad for p in unit.parameters])
-        )
+        if unit.index not in self.kept.by_budget:
+            return False
+        return not is_last or is_mostly_frozen(unit.nbytes, [p.param.requires_grad for p in unit.parameters])
 
     def staying(self, is_last: bool) -> list[int]:
         """The units that may stay whole beyond the backward that ends, as this rank sees it."""
