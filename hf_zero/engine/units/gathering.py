@@ -61,11 +61,10 @@ class Gathering:
         self.reductions = ReductionOrder([])
         self.before_wait: Callable[[], None] | None = None
         self.budget, self.kept = Budget(world), Kept()
-        self.reads = Reads()
+        self.reads, self.changes = Reads(), ChangeCount()
         self.alone = ForwardsAlone(world, parameters)
         self.is_refreshed = world.partitions
         self.num_steps = 0
-        self.changes = ChangeCount()
         self.settled: torch.Event | None = None
         self._held: list[Lease] = []  # of all units
         self.for_graphs = ForGraphs()
