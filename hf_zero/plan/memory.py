@@ -194,7 +194,7 @@ def kept_units(model: ModelShape, setting: Setting) -> KeptUnits:
         return KeptUnits()
     sizes = enumerate(zip(model.units, unit_bytes(model, setting), strict=True))
     units = [
-        Candidate(index, size, max(unit.uses.calls - 1, unit.uses.reads) > 0, unit.uses.is_tied)
+        Candidate(index, size, setting.accumulates or max(unit.uses.calls - 1, unit.uses.reads) > 0, unit.uses.is_tied)
         for index, (unit, size) in sizes
     ]
     return choose(reversed(units), asked_bytes(setting.config), setting.config.prefetch_bytes)

@@ -244,11 +244,11 @@ class Backward:
     def no_sync(self) -> Iterator[None]:
         """Within: backward passes of stages 0 and 1 accumulate whole gradients and exchange nothing, as under DDP.
 
-        Stages 2 and 3 reduce every micro-batch into the shards, within and without. The last backward before the
-        optimizer's step must run outside.
+        Stages 2 and 3 reduce every micro-batch into the shards. The last backward before the optimizer's step must run outside.
         """
         before, self._is_syncing = self._is_syncing, False
         self._follows_no_sync = True  # told by the context, which all ranks enter: not all may run a backward in it
+        self.gathering.budget.expect_micro_batches()
         try:
             yield
         finally:

@@ -205,8 +205,8 @@ class Gathering:
             self.reductions.forget_places()
 
     def _choose_kept(self) -> None:
-        order = map(self.units.__getitem__, dict.fromkeys(self.reductions.units))
-        candidates = [Candidate.of(u.index, u.buffer_nbytes, u.entries) for u in order if u.comes_and_goes]
+        order, accumulates = map(self.units.__getitem__, dict.fromkeys(self.reductions.units)), self.budget.accumulates
+        candidates = [Candidate.of(u.index, u.buffer_nbytes, u.entries, accumulates) for u in order if u.comes_and_goes]
         self.kept = choose(candidates, self.budget.num_bytes, self._world.config.prefetch_bytes)
         self.budget.kept_bytes = sum(self.units[index].buffer_nbytes for index in self.kept.by_budget)
 

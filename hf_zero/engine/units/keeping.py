@@ -65,10 +65,11 @@ class Candidate:
     is_tied: bool = False
 
     @classmethod
-    def of(cls, index: int, num_bytes: int, entries: Sequence[nn.Module]) -> Candidate:
-        """Of a unit, by the modules that compute with it."""
+    def of(cls, index: int, num_bytes: int, entries: Sequence[nn.Module], accumulates: bool = False) -> Candidate:
+        """Of a unit, by the modules that compute with it, and whether the next micro-batch does before anything changes."""
         num_reading, num_entries = sum(map(reads_in_backward, entries)), len(entries)
-        return cls(index, num_bytes, num_entries > 1 or num_reading > 0, num_entries > 1 and num_reading > 0)
+        saves = accumulates or num_entries > 1 or num_reading > 0
+        return cls(index, num_bytes, saves, num_entries > 1 and num_reading > 0)
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class Budget:
         is_known: whether it has been measured, or need not be.
         kept_bytes: of the units that it keeps whole.
         is_asked_for: whether any units are to stay.
+        accumulates: a step has had several micro-batches, as `no_sync` has told, which all ranks enter.
     """
 
     def __init__(self, world: World) -> None:
@@ -144,7 +146,7 @@ class Budget:
         self.is_measured = world.config.reshard_after_forward == "auto" and world.shards_parameters
         self.is_known = not self.is_measured
         self.is_asked_for = world.config.reshard_after_forward is not True
-        self.kept_bytes = 0
+        self.kept_bytes, self.accumulates, self._has_news = 0, False, False
         self._next = 1  # the number of steps at which to measure
         self._has_run_out = False
         _budgets.add(self)
@@ -164,18 +166,24 @@ class Budget:
         # What is kept now was there at the peak.
         return 0 if room is None else (room + self.kept_bytes) // _PART // len(_measuring)
 
+    def expect_micro_batches(self) -> None:
+        """From now on, a step has several micro-batches."""
+        self._has_news = self._has_news or not self.accumulates
+        self.accumulates = True
+
     def take(self, lowest: int, num_steps: int) -> bool:
-        """Take the lowest of all ranks' offers; whether the budget is another one now."""
+        """Take the lowest of all ranks' offers; whether other units may stay now."""
+        has_news, self._has_news = self._has_news, False
         if lowest == UNLIMITED:
-            return False
+            return has_news
         before, self._has_run_out = self.num_bytes, False
         self.num_bytes = min(lowest, self.num_bytes) if self.is_known else lowest
         self.is_known, self._next = True, num_steps + _EVERY
-        return self.num_bytes != before
+        return has_news or self.num_bytes != before
 
     def tell(self, num_kept: int, num_units: int) -> None:
         """Log, on one rank, what all have agreed upon."""
-        if self._world.rank == 0:
+        if self._world.rank == 0 and self.is_measured:
             logger.info(
                 "%d of %d units (%s bytes) stay whole from their forward to their backward, within %s bytes: half of what was "
                 "free at the peak on the rank that has least",
