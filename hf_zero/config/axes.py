@@ -89,6 +89,7 @@ def check_sizes(config: ZeroConfig) -> None:
         "wire": not config.wire.is_default,
         "tile_mlp": config.tile_mlp > 0,
         "keep_whole_numel": config.keep_whole_numel > 0,
+        "units.whole": bool(config.units.whole),
     }
     found = [key for key, is_asked_for in others.items() if is_asked_for]
     if config.ep_size > config.tp_size and found:  # else experts are shared as layers are, with all that goes with that

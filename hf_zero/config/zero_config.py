@@ -159,6 +159,7 @@ class ZeroConfig:
                 self.reshard_after_forward,
                 f"has no effect in stage {self.stage}, where parameters are whole anyway; remove it, or use stage 3",
             )
+        self.units.check(self.stage, self.policy.shards_parameters, self.offload.parameters != "none")
         check_sizes(self)
         if self.reduce_scatter is not True and not self.policy.shards_optimizer:
             values.fail(

@@ -125,7 +125,7 @@ class ZeroEngine:
         by_entry: dict[int, tuple[nn.Module, list[Unit]]] = {}
         for index, part in enumerate(group(model, self.world.config.units)):
             members = [self._by_param[id(found.param)] for found in part.params]
-            unit = Unit(index, part.name, members, part.entries, self.world, self.memory)
+            unit = Unit(index, part.name, members, part.entries, self.world, self.memory, part.stays_whole)
             self.units.append(unit)
             self._unit_of.update({id(p): unit for p in members})
             self.backward.unit_of.update(dict.fromkeys(members, unit))

@@ -76,6 +76,7 @@ class Placed:
         uses: of its unit.
         num_gathers: of its unit in a step, where it comes and goes.
         gather: the wire format of its gathers.
+        stays_whole: between uses, in stage 3 too.
     """
 
     layout: RowLayout
@@ -88,6 +89,7 @@ class Placed:
     uses: Uses
     num_gathers: int
     gather: str
+    stays_whole: bool = False
 
     @property
     def is_cut(self) -> bool:
@@ -197,7 +199,7 @@ def add_up(
 
 def _add_parameter(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks) -> None:
     whole = p.layout.padded_numel * p.compute.itemsize
-    stays_whole = not config.policy.shards_parameters or p.is_shared
+    stays_whole = not config.policy.shards_parameters or p.is_shared or p.stays_whole
     has_copy = stays_whole and (p.is_cut or p.compute != p.rest)
     # Where nothing is cast, packed or moved to another dim, the rows lie inside the whole copy.
     is_inside = p.is_cut and p.compute == p.rest and config.wire.gather == "float32" and not p.layout.dim

@@ -56,6 +56,7 @@ def _states_of(engine: ZeroEngine, parameters: list[ZeroParameter], ranks: Ranks
             if p in units
             else 1,
             "float32" if is_quantised(p.param) else world.config.wire.gather,
+            p in units and units[p].keeps_whole,
         )
         for p in parameters
     ]

@@ -22,6 +22,7 @@ from hf_zero.engine.parameters.on_disk import check_offload
 from hf_zero.engine.parameters.records import ZeroParameter, is_gathered
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, named_blocks
+from hf_zero.engine.units.named import find_named
 from hf_zero.optim.optimizers import hear_of_steps, hold_current
 from hf_zero.parameters import parameters_of
 from hf_zero.sharding import model_methods
@@ -46,7 +47,8 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
 
     Inference mode is off here: a first forward may run in it, and parameters made in it could never be trained.
     """
-    named_blocks(model, world.config.units)  # these two raise before anything is changed
+    named_blocks(model, world.config.units)  # these three raise before anything is changed
+    find_named(model, world.config.units.whole, "units.whole")
     find_modules(model, world.config)
     check_offload(world)
     slice_sequences(model, world)

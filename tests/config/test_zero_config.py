@@ -30,6 +30,7 @@ unit_groupings = st.one_of(
         lambda names: UnitGrouping(class_names=tuple(names))
     ),
     st.integers(1, 2**40).map(lambda numel: UnitGrouping(min_numel=numel)),
+    st.builds(UnitGrouping, min_numel=st.none() | st.integers(1, 9), whole=st.sampled_from([(), ("tower", "*.b")])),
 )
 
 
@@ -51,7 +52,7 @@ def configs(draw: st.DrawFn) -> ZeroConfig:
     stage = draw(st.integers(0, 3))
     return ZeroConfig(
         stage=stage,
-        units=draw(unit_groupings),
+        units=draw(unit_groupings if stage == 3 else unit_groupings.filter(lambda grouping: not grouping.whole)),
         keep_whole_numel=draw(st.integers(0, 2**40)),
         prefetch_bytes=draw(st.integers(0, 2**63 - 1)),
         bucket_bytes=draw(st.integers(1, 2**63 - 1)),
@@ -211,6 +212,8 @@ def test_keep_fp32_that_is_no_list_of_names_is_refused(written: object) -> None:
         (("A", "B"), UnitGrouping(class_names=("A", "B"))),
         ({"min_numel": 1_000_000}, UnitGrouping(min_numel=1_000_000)),
         ({"min_numel": "1e6"}, UnitGrouping(min_numel=1_000_000)),
+        ({"whole": ["*.tower"]}, UnitGrouping(whole=("*.tower",))),
+        ({"class_names": ["A"], "whole": ["b"]}, UnitGrouping(class_names=("A",), whole=("b",))),
     ],
 )
 def test_units_forms(written: object, grouping: UnitGrouping) -> None:
@@ -219,7 +222,19 @@ def test_units_forms(written: object, grouping: UnitGrouping) -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["LlamaDecoderLayer", [], [3], ["not a name"], {"min_numel": 0}, {"min_numel": None}, {"min_size": 3}, {}, 7, None],
+    [
+        "LlamaDecoderLayer",
+        [],
+        [3],
+        ["not a name"],
+        {"min_numel": 0},
+        {"min_numel": None},
+        {"min_size": 3},
+        {},
+        7,
+        None,
+        {"whole": "b"},
+    ],
 )
 def test_units_that_are_none_are_refused(written: object) -> None:
     with pytest.raises(ConfigError, match="key 'units"):

@@ -131,8 +131,9 @@ class Draw:
     def case(self) -> Case:
         rng = self.rng
         self.stage = rng.choice([0, 1, 1, 2, 2, 3, 3, 3, 3])
-        has_second_copy = self.seed >= 3000 and not 4000 <= self.seed < 10_000
-        if has_second_copy:
+        has_second_copy = 3000 <= self.seed < 90_000 and not 4000 <= self.seed < 10_000
+        self.has_whole_blocks = self.seed >= 90_000  # in stage 3
+        if has_second_copy or self.has_whole_blocks:
             self.stage = 3
         self.precision = rng.choices(["float64", "float32", "mixed", "bfloat16"], [12, 2, 3, 1])[0]
         config: dict[str, Any] = {
@@ -151,7 +152,9 @@ class Draw:
         if self.stage:
             config["reduce_scatter"] = (True, False, True, "to_owner")[self.seed % 4]
             config["replicate"] = 2 if self.num_ranks == 4 and not has_second_copy else 1
-        if self.maybe(0.15):
+        if self.has_whole_blocks:
+            config["units"] = {"whole": ["blocks"]}
+        elif self.maybe(0.15):
             config["units"] = {"min_numel": rng.choice([1, 60, 100_000])}
         if self.stage == 3:
             # What is kept is drawn beside the rest, so that seeds which once failed are what they were.
@@ -160,7 +163,9 @@ class Draw:
         width = rng.choice([4, 5])
         self.shapes = tuple(self.shape(width) for _ in range(2 if self.maybe(0.2) else 1))
         # In stage 3 every rank must gather the same units, and small ones may lie in a branch; so with two engines.
-        self.has_blocks = "units" not in config and all(len(shape.hidden) > 1 for shape in self.shapes)
+        self.has_blocks = (self.has_whole_blocks or "units" not in config) and all(
+            len(shape.hidden) > 1 for shape in self.shapes
+        )
         self.can_be_uneven = (self.has_blocks or self.stage < 3) and len(self.shapes) == 1
         # Positions run through all models; every rank's loss must reach a trained parameter: the embedding is in each.
         self.frozen_now = set(self.shapes[0].frozen)
@@ -283,7 +288,12 @@ class Draw:
             visits[place] = [replace(visit, breaks=breaks) for visit in visits[place]]
         present = [[True] * len(visits) for _ in range(self.num_ranks)]
         embedding = int(shape.has_root_parameters)
-        can_skip = self.stage < 3 and not breaks and len(self.shapes) == 1 and embedding not in self.frozen_now
+        can_skip = (
+            (self.stage < 3 or self.has_whole_blocks)
+            and not breaks
+            and len(self.shapes) == 1
+            and embedding not in self.frozen_now
+        )
         if self.maybe(0.3) and can_skip:
             self.has_uneven_paths = True
             for _ in range(rng.choice([1, 2])):

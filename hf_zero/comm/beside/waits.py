@@ -9,8 +9,8 @@ from typing import Protocol
 
 ADVICE = (
     "all ranks must run the same units in the same order, with the same parameters trainable (requires_grad). Where some ranks "
-    "have nothing for a part of a model (a batch without an image), use stage 2; or leave that part whole, if it is frozen "
-    "(ignored_params)"
+    "have nothing for a part of a model (a batch without an image), let that part stay whole (units: {whole: [its name]}), or "
+    "use stage 2"
 )
 FEWER = (
     "every rank must make the same calls in the same order: look for a rank that has fewer batches, or a call that only some "

@@ -26,6 +26,7 @@ from hf_zero.engine.parameters.whole import when_exchanged
 from hf_zero.engine.ranks.alike import SameGradients
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.calls.call import Call, Entry, check_not_outdated
+from hf_zero.engine.units.differing import advise
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.reading import Read
 from hf_zero.engine.units.storage.residency import LiveCall
@@ -130,10 +131,8 @@ class Backward:
             self.gathering.schedule.begin("backward")
             token = session.take_token()
             # What autograd calls at the end of a call inside this one comes before the rest of this one.
-            is_inside = under_way is not None and under_way.num_inside
-            at_completion = (
-                under_way.at_completion if under_way is not None and is_inside else torch_compat.after_backward
-            )
+            around = under_way if under_way is not None and under_way.num_inside else None
+            at_completion = torch_compat.after_backward if around is None else around.at_completion
             at_completion(lambda token=token: self._end())  # type: ignore[misc]
         return self.session
 
@@ -151,6 +150,7 @@ class Backward:
             self._landing,
             self.gathering.offer,
             lambda: self.gathering.staying(self._is_syncing),
+            lambda: advise(self._world, self.gathering.units, self.gathering.schedule.recorded.get("forward", ())),
         )
 
     def _is_over(self, unit: int) -> bool:

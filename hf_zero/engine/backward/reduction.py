@@ -90,6 +90,7 @@ class Reducer:
         landing: where gradients come down of parameters that rest in host memory.
         offer: gives this rank's offer, see `Budget.offer`.
         staying: gives the units that would stay whole beyond the backward.
+        advice: what to do where ranks have not gathered alike; all of them ask.
 
     Attributes:
         lowest_offer: of all ranks, once it has finished.
@@ -105,6 +106,7 @@ class Reducer:
     landing: Landing | None = None
     offer: Callable[[], int] = lambda: UNLIMITED
     staying: Callable[[], list[int]] = list
+    advice: Callable[[], str] = str
     lowest_offer: int = field(default=UNLIMITED, init=False)
     stays_alike: bool = field(default=False, init=False)
     _schedule: ReductionSchedule = field(init=False)
@@ -296,7 +298,7 @@ class Reducer:
         if not reports.are_alike("sequence_hash"):
             raise CollectiveError(
                 "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "
-                "in stage 3 every rank must call the same modules in the same order. Look for one that only some ranks call"
+                f"in stage 3 every rank must call the same modules in the same order. {self.advice()}"
             )
         return reports
 

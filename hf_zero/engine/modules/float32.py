@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.engine.modules.hooks import Hook
-from hf_zero.errors import ConfigError
+from hf_zero.engine.units.named import find_named
 from hf_zero.parameters import parameters_of
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -35,27 +34,7 @@ def find_modules(model: nn.Module, config: ZeroConfig) -> list[nn.Module]:
     Raises:
         ConfigError: an entry fits no module.
     """
-    unused = dict.fromkeys(config.keep_fp32)
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        fitting = [entry for entry in config.keep_fp32 if _fits(entry, name, module)]
-        for entry in fitting:
-            unused.pop(entry, None)
-        if fitting and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
-    if unused:
-        classes = sorted({type(module).__name__ for module in model.modules()})
-        raise ConfigError(
-            f"key 'keep_fp32': {next(iter(unused))!r} fits no module of {type(model).__name__}, neither by class nor by name; "
-            f"its classes are {', '.join(classes)}"
-        )
-    return found
-
-
-def _fits(entry: str, name: str, module: nn.Module) -> bool:
-    return entry == type(module).__name__ or fnmatchcase(name, entry) or fnmatchcase(name.rpartition(".")[2], entry)
+    return find_named(model, config.keep_fp32, "keep_fp32")
 
 
 def kept_parameters(model: nn.Module, config: ZeroConfig) -> set[nn.Parameter]:

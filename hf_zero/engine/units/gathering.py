@@ -90,9 +90,8 @@ class Gathering:
             if unit.residency is Residency.RELEASED:
                 unit.start_gather()
         for unit in call.units:
-            coming = self.schedule.use(unit.index)
             if not unit.keeps_whole:
-                self._prefetch(coming)
+                self._prefetch(self.schedule.use(unit.index))
         call.hold()
 
     def begins_alone(self) -> bool:

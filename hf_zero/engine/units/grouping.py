@@ -15,6 +15,7 @@ from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_
 from hf_zero.engine.parameters.records import ZeroParameter, at_rest_id
 from hf_zero.engine.parameters.tensor_axis import Seen
 from hf_zero.engine.ranks.world import World
+from hf_zero.engine.units.named import find_named
 from hf_zero.errors import ConfigError
 from hf_zero.parameters import parameters_of
 
@@ -38,11 +39,13 @@ class Group:
         name: the entry modules' qualified names.
         entries: the modules whose calls need the parameters.
         params: each with its (module, attribute) locations and all its names, in the order of the model.
+        stays_whole: between uses, in stage 3 too; see `UnitGrouping.whole`.
     """
 
     name: str
     entries: list[nn.Module]
     params: list[FoundParameter] = field(default_factory=list)
+    stays_whole: bool = False
 
 
 @dataclass(eq=False)
@@ -120,9 +123,11 @@ def group(model: nn.Module, grouping: UnitGrouping) -> list[Group]:
     parameter that several of these hold (tied weights) is a unit of its own, needed by the calls of all of them.
 
     Raises:
-        ConfigError: `grouping` names classes that the model does not have.
+        ConfigError: `grouping` names classes or modules that the model does not have.
     """
-    entries = _entries(model, grouping)
+    whole = find_named(model, grouping.whole, "units.whole")
+    entries = _entries(model, grouping) | {id(called) for module in whole for called in _called_in(module)}
+    in_whole = {id(inner) for module in whole for inner in module.modules()}
     entry_of_path: dict[str, tuple[str, nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if path == "":
@@ -141,9 +146,19 @@ def group(model: nn.Module, grouping: UnitGrouping) -> list[Group]:
         key = (is_part, *sorted(needed_by))
         if key not in groups:
             label = " + ".join(path for path, _ in needed_by.values()) + (" (experts)" if is_part else "")
-            groups[key] = Group(label, [entry for _, entry in needed_by.values()])
+            stays_whole = in_whole.issuperset(needed_by)
+            groups[key] = Group(label, [entry for _, entry in needed_by.values()], stays_whole=stays_whole)
         groups[key].params.append(found)
     return list(groups.values())
+
+
+def _called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or those in it whose `forward` is called, where its own is not."""
+    if not isinstance(module, _NOT_CALLED):
+        yield module
+        return
+    for child in module.children():
+        yield from _called_in(child)
 
 
 def _entries(model: nn.Module, grouping: UnitGrouping) -> set[int]:

@@ -46,6 +46,7 @@ class Unit:
         entries: the modules whose calls need the parameters.
         world: the ranks.
         memory: what counts gathered bytes.
+        stays_whole: between uses, in stage 3 too.
 
     Attributes:
         axes: among which ranks its exchanges are.
@@ -66,11 +67,11 @@ class Unit:
         entries: list[nn.Module],
         world: World,
         memory: GatheredMemory,
+        stays_whole: bool = False,
     ) -> None:
         self.index, self.name, self.parameters = index, name, parameters
         self._entries = [weakref.ref(module) for module in entries]  # weak, as in `ZeroParameter`
-        self.epoch = 0
-        self.residency = Residency.RELEASED
+        self.epoch, self.residency = 0, Residency.RELEASED
         self.guarded: list[weakref.ref[Tensor]] = []
         self._world, self._memory, self.axes = world, memory, UnitAxes.of(parameters, world)
         self.num_leases, self.stays, self.live_calls = 0, False, LiveCalls()
@@ -84,7 +85,7 @@ class Unit:
         self._stale = list(parameters)  # of shared memory: what has changed since it was gathered
         self._slots: dict[ZeroParameter, Slot] = {}  # once there has been memory
         self._storage = torch.UntypedStorage(0, device=world.device)  # type: ignore[no-untyped-call]
-        self.keeps_whole = not world.shards_parameters  # and gathers new rows at once
+        self.keeps_whole = stays_whole or not world.shards_parameters  # and gathers new rows at once
         self.tenure = Tenure.OWNED if self.keeps_whole else Tenure.RESIZED
         if self.axes.shards.shares_memory and any(p.is_spread for p in parameters):
             self.tenure = Tenure.SHARED
@@ -201,7 +202,7 @@ class Unit:
             only, self._stale = self._stale, []
         chosen = list(self._slots.values()) if only is None else [self._slots[p] for p in only if p in self._slots]
         items = [slot.rows for slot in chosen if slot.parameter.is_spread]
-        if items and (nearby := self._world.nearby).num_ranks > 1:
+        if items and (nearby := self._world.nearby).num_ranks > 1 and not self.keeps_whole:
             self._second = self._second or SecondCopy(items, nearby, self.name)
         if self._second is not None and self._second.epoch == self.epoch:
             whole = [slot for slot in chosen if not slot.parameter.is_spread]

@@ -55,7 +55,7 @@ def test_ranks_that_run_other_units_are_told_on_all_of_them(collectives: str) ->
     assert "is at gather of" in said, said
     if collectives != "native":  # gloo's own gathers of equal sizes meet, and one rank comes to the end of its backward
         assert "'tower'" in said and "'text'" in said, said
-        assert "use stage 2; or leave that part whole, if it is frozen (ignored_params)" in said
+        assert "let that part stay whole (units: {whole: [its name]})" in said
 
 
 @on_ranks(2, stage=SHARDED, collectives=["pairwise", "host"], in_a_group=[False, True])
