@@ -449,6 +449,49 @@ MUTATIONS = {
         "pass",
         "tests/plan/test_shared_layers.py",
     ),
+    # what programs of others do
+    "ranks may give other values": Mutation(
+        "engine/parameters/at_rest/given.py",
+        "_TOLERANCE = 1e-3",
+        "_TOLERANCE = 1e9",
+        "tests/engine/parameters/test_given.py",
+    ),
+    "memory may be shared": Mutation(
+        "sharding/shared_memory.py",
+        "    if _overlap(one, other):\n",
+        "    if False:\n",
+        "tests/sharding/test_shared_memory.py",
+    ),
+    "aliases stay behind": Mutation(
+        "sharding/late.py", "        alias.follow()\n", "        pass\n", "tests/sharding/test_shared_memory.py"
+    ),
+    "a step may exchange": Mutation(
+        "optim/trial.py", 'if func.namespace == "c10d":', "if False:", "tests/optim/test_foreign_optimizers.py"
+    ),
+    "users' hooks come after ours": Mutation(
+        "engine/modules/hooks.py",
+        "if next(reversed(module._forward_hooks)) != self._number:",
+        "if False:",
+        "tests/engine/test_users_code.py",
+    ),
+    "a cast to float32 is not seen": Mutation(
+        "sharding/model_methods.py",
+        "        engine.as_partitioned.note_cast(function)\n",
+        "        pass\n",
+        "tests/engine/test_cast.py",
+    ),
+    "what stays whole is gathered": Mutation(
+        "engine/units/unit.py",
+        "self.keeps_whole = stays_whole or not world.shards_parameters",
+        "self.keeps_whole = not world.shards_parameters",
+        "tests/engine/units/test_whole.py",
+    ),
+    "an embedding goes between micro-batches": Mutation(
+        "engine/units/keeping.py",
+        "saves = accumulates or num_entries > 1",
+        "saves = num_entries > 1",
+        "tests/engine/units/test_keeping.py",
+    ),
 }
 
 

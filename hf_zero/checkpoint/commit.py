@@ -13,7 +13,7 @@ import logging
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -41,13 +41,27 @@ from hf_zero.host import progress
 logger = logging.getLogger(__name__)
 
 MARKER = "checkpoint-is-incomplete.txt"  # the Trainer leaves it in a folder before it saves on a signal
+# What the names of files begin with that somebody could resume from.
+_STATES = (
+    "model",
+    "pytorch_model",
+    "adapter_model",
+    "optimizer",
+    "scheduler",
+    "trainer_state",
+    "random_states",
+    "rng_state",
+)
 _open: dict[Path, StagedCheckpoint] = {}
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise a `CheckpointError` for a folder that a checkpoint would replace, and that is none."""
+    """Raise a `CheckpointError` for a folder that a checkpoint would replace, and that is another library's.
+
+    A folder may have files of the program's own, which it has made before it saves: those come along.
+    """
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if found - {MARKER} and MANIFEST not in found:
+    if MANIFEST not in found and any(name.startswith(_STATES) for name in found):
         raise CheckpointError(
             f"{folder} exists already, and is no checkpoint of hf_zero: move it away, or save to another folder"
         )
@@ -91,6 +105,10 @@ class StagedCheckpoint:
             disk.remove_tree(self.outer)  # left by an interrupted save
         disk.make_folder(self.outer)
         disk.make_folder(self.folder)
+        for path in self.final.parent.iterdir():  # programs copy what lies beside a checkpoint into it
+            if path.is_file() and not path.name.startswith("."):
+                with suppress(OSError):
+                    (self.outer / path.name).symlink_to(path)
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -185,7 +203,17 @@ class StagedCheckpoint:
             if world.rank == 0:
                 self._finish(manifest, by_rank)
 
+    def _take_along(self) -> None:
+        """What the program has put where the checkpoint will be, and beside where it is written, is not lost."""
+        if self.final.is_dir() and not (self.final / MANIFEST).exists():
+            ignored = shutil.ignore_patterns(MARKER)
+            shutil.copytree(self.final, self.folder, ignore=ignored, copy_function=_copy_new, dirs_exist_ok=True)
+        for path in self.outer.iterdir():
+            if path.is_file() and not path.is_symlink() and not (self.final.parent / path.name).exists():
+                shutil.move(path, self.final.parent / path.name)
+
     def _finish(self, manifest: Manifest, by_rank: Iterable[Extents]) -> None:
+        self._take_along()
         written: Extents = {}
         for extents in by_rank:
             for name, found in extents.items():
@@ -216,6 +244,11 @@ class StagedCheckpoint:
             if path.exists():
                 with tidying(path):
                     disk.remove_tree(path)
+
+
+def _copy_new(source: str, target: str) -> None:
+    if not Path(target).exists():
+        shutil.copy2(source, target)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from hf_zero.engine.tiles.heads import Surroundings
 from hf_zero.engine.tiles.model import tile
 from hf_zero.engine.units.as_partitioned import AsPartitioned
 from hf_zero.engine.units.calls.call import Entry
+from hf_zero.engine.units.calls.writes import check_edits
 from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.grouping import find_parameters, group, roots_of
 from hf_zero.engine.units.keeping import note_failure
@@ -114,8 +115,8 @@ class ZeroEngine:
         self._handles += compute_in_float32(model, self.world.config)
         self._cast = CastInputs(model, self.world.config, self.world.precision.compute)
         self._handles += self._cast.register([model, *(entry for unit in self.units for entry in unit.entries)])
-        self._as_partitioned = AsPartitioned(model, self.parameters)
-        self._buffers = {id(buffer) for buffer in model.buffers()}
+        self.as_partitioned = AsPartitioned(model, self.parameters)
+        self._buffers = {id(buffer): weakref.ref(buffer) for buffer in model.buffers()}
         before_load = Hook(CutStateDict(self.world), copied_as=CutStateDict(self.world))
         self._handles.append(model.register_load_state_dict_pre_hook(before_load))  # type: ignore[no-untyped-call]
 
@@ -221,6 +222,7 @@ class ZeroEngine:
         for entry in self.backward.entries:
             entry.reset()
         self.gathering.drop()  # if the last forward had no backward, or failed on some ranks only
+        check_edits(self.gathering.edited, self.world)
         self.gathering.flush_edits()
         self.gathering.refresh()
         if self.activations.is_needed and torch.is_grad_enabled() and model is not None:
@@ -246,7 +248,7 @@ class ZeroEngine:
         # An evaluation of plain parameters computes with them as they are now.
         minds_dtypes = torch.is_grad_enabled() or not isinstance(self.backward, PlainBackward)
         try:
-            return self._as_partitioned.has_changed(module is model, minds_dtypes)
+            return self.as_partitioned.has_changed(module is model, minds_dtypes)
         except ZeroError:
             self._forwards.modules.clear()
             raise

@@ -13,14 +13,14 @@ from hf_zero.engine.engine import live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.optim.by_owners import OwnerStepping
-from hf_zero.optim.kinds import is_elementwise, wrapped_optimizers
+from hf_zero.optim.kinds import is_elementwise, is_known, wrapped_optimizers
 from hf_zero.optim.offloaded.from_disk import DiskStepping
 from hf_zero.optim.offloaded.to_host import HostStepping
 from hf_zero.optim.on_rows import RowStepping
 from hf_zero.optim.served import serve_states
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Stepping, params_of
-from hf_zero.optim.trial import depends_on_others
+from hf_zero.optim.trial import depends_on_others, exchanges
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ def stepping_of(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -
 
 
 def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> Stepping:
+    _refuse_exchanges(optimizer)
     _refuse_across_parameters(optimizer)
     wanted, offload = _agreed(optimizer, worlds, "optimizer_on"), _agreed(optimizer, worlds, "offload")
     on_rows = _goes_by_rows(optimizer, wanted)
@@ -118,6 +119,21 @@ def _refuse_streaming(optimizer: torch.optim.Optimizer, on_rows: bool) -> None:
             f"offload.optimizer is disk, but {name} wraps another optimizer, whose states cannot be streamed: use that one "
             "itself, or offload.optimizer: none"
         )
+
+
+def _refuse_exchanges(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a step exchanges something by itself: ranks step on other rows or parameters, in other numbers.
+
+    Raises:
+        UsageError: on all ranks, before anything has changed.
+    """
+    if is_known(optimizer) or type(optimizer).__module__.startswith("torch.optim") or not exchanges(optimizer):
+        return
+    raise UsageError(
+        f"the step of {type(optimizer).__name__} calls torch.distributed, but hf_zero has averaged the gradients already, and "
+        "each rank steps on its part of the parameters only: use the optimizer's class for a single process (of Muon's, "
+        "SingleDeviceMuon; or torch.optim.Muon), or stage 0"
+    )
 
 
 def _refuse_across_parameters(optimizer: torch.optim.Optimizer) -> None:

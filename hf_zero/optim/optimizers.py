@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.engine.engine import ZeroEngine, live_engines
@@ -113,6 +114,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(stepping, Stepping):
         stepping.finish()
     params = params_of(optimizer)
+    torch.autograd.graph.increment_version(  # as a step on plain ones does
+        [
+            param
+            for param in params
+            if isinstance(param, DTensor) and param.grad is not None and not param.is_inference()
+        ]
+    )
     for engine in live_engines():
         engine.on_step(params)
     _show_gathered([engine for engine in live_engines() if any(map(engine.find, params))])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import UsageError
 from hf_zero.optim.kinds import step_of, wrapped_optimizers
@@ -57,6 +58,35 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     for with_closure in (False, True):
         with contextlib.suppress(Exception):
             return _depends_on_others(optimizer, with_closure)
+    return False
+
+
+class _ExchangeError(Exception):
+    """A step has called torch.distributed."""
+
+
+class _NoExchanges(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise _ExchangeError
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step calls `torch.distributed`; tried on two tiny parameters, without exchanging anything.
+
+    One that cannot be tried counts as one that does not.
+    """
+    for group in optimizer.param_groups:
+        for with_closure in (False, True) if group["params"] else ():
+            try:
+                with quietly(), _NoExchanges():  # type: ignore[no-untyped-call, unused-ignore]
+                    _try(optimizer, group, group["params"][0], 1.0, with_closure)
+                break
+            except _ExchangeError:
+                return True
+            except Exception:
+                continue
     return False
 
 

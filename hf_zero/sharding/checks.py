@@ -18,11 +18,21 @@ from hf_zero.errors import PartitionError, UsageError
 from hf_zero.parameters import parameters_of
 from hf_zero.sharding.whole_window import is_on_tensor_axis
 
+_KNOWN_CLASSES = (
+    "torch",
+    "hf_zero",
+    "bitsandbytes",
+)  # modules of classes of parameters that mean what `nn.Parameter` does
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise a `PartitionError` for a model that cannot be partitioned, judging only by facts that all ranks share."""
+def check_model(model: nn.Module, cuts: bool) -> None:
+    """Raise a `PartitionError` for a model that cannot be partitioned, judging only by facts that all ranks share.
+
+    Args:
+        model: any module.
+        cuts: parameters become others, of which each rank has its rows.
+    """
     name = type(model).__name__
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for wrapper in _WRAPPERS:
@@ -48,6 +58,11 @@ def check_model(model: nn.Module) -> None:
             )
         if is_of_own_class(param):
             continue
+        if cuts and not isinstance(param, DTensor) and type(param).__module__.partition(".")[0] not in _KNOWN_CLASSES:
+            raise PartitionError(
+                f"{param_name} is a {type(param).__name__}, and partitioned it would be a plain parameter, without what its "
+                "class does (an optimizer that asks for it steps otherwise): make an nn.Parameter of it, or use stage 0"
+            )
         if type(param.data) not in (torch.Tensor, DTensor) and not isinstance(param, DTensor):
             raise PartitionError(
                 f"{param_name} is a {type(param.data).__name__}: only plain tensors can be partitioned"

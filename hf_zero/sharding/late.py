@@ -6,7 +6,8 @@ Until then, adapters, a resized embedding or a new head can still be added to it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from hf_zero.engine.modules.state_dict import CutStateDict
 from hf_zero.engine.parameters.on_disk import check_offload
 from hf_zero.engine.parameters.records import ZeroParameter, is_gathered
 from hf_zero.engine.ranks.world import World, world_of
+from hf_zero.engine.units.as_partitioned import CAST_TO
 from hf_zero.engine.units.grouping import FoundParameter, find_parameters, named_blocks
 from hf_zero.engine.units.named import find_named
 from hf_zero.optim.optimizers import hear_of_steps, hold_current
 from hf_zero.parameters import parameters_of
 from hf_zero.sharding import model_methods
-from hf_zero.sharding.axes.cutting import broadcast_buffers, partition_whole, raise_to_master, take_home
+from hf_zero.sharding.axes.cutting import KnownBuffers, broadcast_buffers, partition_whole, raise_to_master, take_home
 from hf_zero.sharding.axes.experts import share_experts
 from hf_zero.sharding.checks import (
     agree_on_model,
@@ -37,12 +39,13 @@ from hf_zero.sharding.checks import (
     refuse_whole_for_a_while,
 )
 from hf_zero.sharding.sequence.model import slice_sequences
+from hf_zero.sharding.shared_memory import find_aliases
 from hf_zero.trace.recorder import record_if_asked
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] = ()) -> ZeroEngine:
+def start_engine(model: nn.Module, world: World, known_buffers: KnownBuffers = MappingProxyType({})) -> ZeroEngine:
     """Partition what is not partitioned yet, and make the engine; called by all ranks together.
 
     Inference mode is off here: a first forward may run in it, and parameters made in it could never be trained.
@@ -59,6 +62,7 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
         refuse_parameters_in_lists(model)
+    aliases = find_aliases(model)
     agree_on_model(model, world)
     check_quantised(model, world)
     partition_whole(model, world)
@@ -68,6 +72,8 @@ def start_engine(model: nn.Module, world: World, known_buffers: Collection[int] 
     made_in = {name: getattr(param, "_zero_made_in", param.dtype) for name, param in model.named_parameters()}
     engine = ZeroEngine(model, world, copied_as=LateEngine(world, made_in))
     hold_current(engine)
+    for alias in aliases:
+        alias.follow()
     record_if_asked(engine)
     return engine
 
@@ -96,7 +102,7 @@ class LateEngine:
         self._load_handle = load_handle
         self._made_in = made_in or {}  # a deep copy of a plain parameter forgets its attributes
         self._is_done = False
-        self.known_buffers: Collection[int] = ()  # that the ranks have had from rank 0 before, by id
+        self.known_buffers: KnownBuffers = {}  # that the ranks have had from rank 0 before
         self.is_anew = False  # whether the model has had an engine, so that plain parameters are new ones
         self.inside: list[Any] = []  # handles of the hooks of the model's parts
 
@@ -153,7 +159,9 @@ class LateEngine:
         for inner in engines_inside(module):
             inner.close()
         for name, param in module.named_parameters():
-            if name in self._made_in:
+            if (cast_to := vars(param).pop(CAST_TO, None)) is not None:
+                param._zero_made_in = cast_to  # type: ignore[attr-defined]
+            elif name in self._made_in:
                 made_in = self._made_in[name]
                 is_as_made = param.dtype in (made_in, self.world.precision.master_for(made_in, requires_grad=True))
                 param._zero_made_in = made_in if is_as_made else param.dtype  # type: ignore[attr-defined]  # else cast since

@@ -3,6 +3,7 @@
 - `_is_distributed_loading_by_transformers`: the Trainer neither wraps the model in DDP nor moves it, and all ranks take
   part in saving.
 - `no_sync`: where accelerate and the Trainer look for it.
+- `_apply`: tells the engine of casts, which rows in float32 do not show.
 - `_replicated_grad_hook_registered` on parameters that stay plain: the Trainer leaves their gradients to the engine.
 - `device`: that on which it computes, where parameters rest in host memory beside one.
 - `save_pretrained`, also of parts: writes whole weights. Of other libraries than transformers and PEFT (diffusers,
@@ -21,9 +22,10 @@ import contextlib
 import functools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero.checkpoint.export import save_by_library, save_whole
@@ -54,6 +56,8 @@ def attach(model: nn.Module, world: World) -> None:
         return
     name = "_is_distributed_loading_by_transformers"
     attributes[name if hasattr(type(model), name) else name.removeprefix("_")] = True
+    if world.partitions:
+        attributes["_apply"] = types.MethodType(_apply, model)
     for param in parameters_of(model):
         if not isinstance(param, DTensor):  # stage 0: otherwise the Trainer averages their gradients a second time
             param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
@@ -65,6 +69,15 @@ def attach(model: nn.Module, world: World) -> None:
         attributes["resize_token_embeddings"] = types.MethodType(_resize_token_embeddings, model)
     if hasattr(type(model), "generate"):
         attributes["generate"] = types.MethodType(generate, model)
+
+
+def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    """What `model.float()`, `.to(...)` and the like call."""
+    engine = engine_of(self)
+    if engine is not None and engine.world.config.compute_dtype == "auto":
+        engine.as_partitioned.note_cast(function)
+    module: nn.Module = type(self)._apply(self, function, *args, **kwargs)  # type: ignore[no-untyped-call]
+    return module
 
 
 def _no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -125,3 +125,28 @@ def test_a_model_without_values_says_what_to_do_and_is_partitioned_when_it_has_s
     whole = copy.deepcopy(model)
     zero.shard_model(model, zero.ZeroConfig(stage=stage))
     torch.testing.assert_close(model(batch(0, 0)), whole(batch(0, 0)))
+
+
+@on_ranks(2, stage=SHARDED, with_buffers=[True, False], is_cast_twice=[True, False])
+def test_a_model_cast_back_to_float32_computes_in_it(stage: int, with_buffers: bool, is_cast_twice: bool) -> None:
+    """Though its rows have been in float32 all along."""
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        if with_buffers:  # which a cast replaces; ranks must not take new ones for those that they have had
+            for index in range(8):
+                model.register_buffer(f"buffer{index}", torch.ones(3))
+        if not is_cast_twice:
+            model.bfloat16()
+    zero.shard_model(models[0], zero.ZeroConfig(stage=stage))
+    for model in models:
+        if is_cast_twice:
+            model.bfloat16()
+        assert square_loss(model, batch(0, 0).bfloat16()).dtype == torch.bfloat16
+        model.float()
+    losses = [square_loss(model, batch(0, 0)) for model in models]
+    assert losses[0].dtype == torch.float32
+    torch.testing.assert_close(losses[0], losses[1], rtol=2e-2, atol=0)  # which has lost the masters' last bits
+    losses[0].backward()
+    assert {p.grad.dtype for p in models[0].parameters()} == {torch.float32}

@@ -633,3 +633,92 @@ def test_steps_that_change_other_parameters_or_run_the_model_are_seen(stage: int
         optimizer.step(closure)
         model.zero_grad()
     assert_same(twins.model, twins.reference)
+
+
+# ---- hooks, and what modules see -------------------------------------------------------------------------------------
+
+
+@on_ranks(2, stage=STAGES, collectives=EXCHANGES)
+def test_noise_that_hooks_add_and_take_back_is_only_in_the_forward(stage: int, collectives: str) -> None:
+    """Hooks that were registered after the model was partitioned."""
+    twins = Twins(stage, collectives=collectives)
+
+    kept: dict[nn.Module, Tensor] = {}
+
+    def add(module: nn.Module, _: object) -> None:
+        kept[module] = module.weight.data.clone()
+        module.weight.data.add_(0.5)
+
+    def take_back(module: nn.Module, *_: object) -> None:
+        module.weight.data.copy_(kept[module])
+
+    def noisy(model: nn.Module) -> None:
+        for layer in (model.blocks[1].up, model.head):
+            layer.register_forward_pre_hook(add)
+            layer.register_forward_hook(take_back)
+
+    _both(twins, noisy)
+    twins.step(2)
+
+
+class _Looking(nn.Linear):
+    """Its forward looks at its last gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        grad = self.weight.grad
+        return super().forward(x) * (1.0 if grad is None else 1 + grad.norm())
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_forward_sees_the_last_gradient(stage: int) -> None:
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(_Looking(3, 4), nn.Linear(4, 2)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    zero.shard_model(model, {"stage": stage})
+    for _ in range(3):
+        losses = [each(torch.ones(2, 3)).square().mean() for each in (model, plain)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+
+
+@on_ranks(2, stage=SHARDED)
+def test_flags_that_change_under_a_call_are_an_error_that_says_what_to_do(stage: int) -> None:
+    class Frozen(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.requires_grad_(True)  # changes nothing
+            self.weight.requires_grad_(False)
+            return super().forward(x)
+
+    model = nn.Sequential(Frozen(3, 3))
+    zero.shard_model(model, {"stage": stage})
+    with pytest.raises(zero.UsageError, match=r"requires_grad_\(\) of a parameter in a forward .*weight.detach\(\)"):
+        model(torch.ones(2, 3))
+
+
+@on_ranks(2, stage=STAGES)
+def test_versions_count_steps(stage: int) -> None:
+    """Users keep what they have computed of a weight until its `_version` is another."""
+
+    class Kept(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            known = getattr(self.weight, "known", None)
+            if known is None or known[0] != self.weight._version:
+                self.weight.known = known = (self.weight._version, self.weight.detach().norm())
+            return super().forward(x) / known[1]
+
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(Kept(3, 4), nn.Linear(4, 2)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    zero.shard_model(model, {"stage": stage})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(4):
+        version = model[0].weight._version
+        for _ in range(2):
+            losses = [each(torch.ones(2, 3)).square().mean() for each in (model, plain)]
+        torch.testing.assert_close(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[0].weight._version > version

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
@@ -541,3 +542,26 @@ def _resume(folder: str) -> None:
 def test_names_of_states_may_have_dots(tmp_path: Path) -> None:
     run_ranks(_save, 2, str(tmp_path))
     run_ranks(_resume, 3, str(tmp_path))
+
+
+class _Averaging(Own):
+    """As optimizers that are meant for several processes without DDP: it averages gradients itself."""
+
+    def one(self, param: Tensor, group: dict[str, Any]) -> None:
+        dist.all_reduce(param.grad)
+        super().one(param, group)
+
+
+@on_ranks(2, stage=[1, 3])
+def test_an_optimizer_that_exchanges_in_its_step_is_refused(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zero.shard_model(model, {"stage": stage})
+    optimizer = _Averaging(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(
+        zero.UsageError, match=r"the step of _Averaging calls torch.distributed, .* for a single process"
+    ):
+        optimizer.step()
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))

@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,9 @@ class ModuleHooks:
         if is_other:
             entry.others.append(weakref.ref(module))
         self._backward = weakref.ref(backward)
-        self.handles = [
-            module.register_forward_pre_hook(Hook(self.before), with_kwargs=True, prepend=True),
-            module.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
-        ]
+        after = module.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True)
+        self.handles = [module.register_forward_pre_hook(Hook(self.before), with_kwargs=True, prepend=True), after]
+        self._number = after.id
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """The pre-hook: make the units whole, and put them into the modules."""
@@ -86,6 +86,9 @@ class ModuleHooks:
             return None
         if entry.stack and entry.backward_call is None and entry.num_calls(module) <= len(entry.stack):
             entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
+        # Hooks of users that came later are of the forward, too: what they see, and write, is what it computes with.
+        if next(reversed(module._forward_hooks)) != self._number:
+            cast(OrderedDict[int, Any], module._forward_hooks).move_to_end(self._number)
         is_inside = entry.backward_call is not None or bool(entry.stack)
         entry.stack.append(None)  # before anything can raise: the forward hook pops it in any case
         if backward is None or entry.is_closed or is_inside or self._is_gathered_elsewhere():

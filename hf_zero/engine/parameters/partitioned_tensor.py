@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.addresses import StorageAtRest
+from hf_zero.engine.parameters.at_rest.given import note_given
 from hf_zero.engine.parameters.at_rest.lineage import note_copy
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.at_rest.rule import run
@@ -294,6 +295,7 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
             with torch.no_grad():
                 plain = value.full_tensor() if isinstance(value, View) else value.detach()
                 value = self.like(self.held[1].of(plain.to(self.device)).clone(memory_format=torch.contiguous_format))
+                note_given(value, plain, True)
         _grad.__set__(self, value)
 
     grad: Any = property(  # its getter stays torch's: steps read it

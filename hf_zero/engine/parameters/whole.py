@@ -85,6 +85,11 @@ def _delete(tensor: Shares, name: str) -> None:
             vars(each).pop(name, None)
 
 
+def raw_version(tensor: Tensor) -> int:
+    """How often a tensor's own memory has been written to."""
+    return cast(int, torch._C.TensorBase._version.__get__(tensor))  # type: ignore[attr-defined]
+
+
 class Record(Protocol):
     """A parameter as its engine knows it."""
 
@@ -120,6 +125,33 @@ class Whole(Shares, Tensor):
             )
         with torch.no_grad():
             self.data.copy_(value)
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """Counts changes of the parameter, too: users keep what they have computed of it until it changes."""
+        record: Record | None = None if torch.compiler.is_compiling() else vars(self).get(RECORD)
+        return raw_version(self) + (0 if record is None else record.param._version)
+
+    @property
+    def grad(self) -> Any:
+        """The parameter's, at rest."""
+        record: Record | None = vars(self).get(RECORD)
+        return None if record is None else record.param.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        record: Record | None = vars(self).get(RECORD)
+        if record is not None:
+            record.param.grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Whole:
+        """Torch's own where nothing changes; else an error, since the graph of this call has begun with it as it was."""
+        if RECORD not in vars(self) or self.is_leaf or requires_grad == self.requires_grad:
+            return cast(Whole, super().requires_grad_(requires_grad))
+        raise UsageError(
+            "requires_grad_() of a parameter in a forward that computes with it already: call it before the model, or compute "
+            "with `weight.detach()` where no gradient is wanted"
+        )
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]
@@ -180,7 +212,9 @@ def _writing(name: str) -> Callable[..., Any]:
     return write
 
 
-_IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")]
+_IN_PLACE = [
+    name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
+]
 _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")]
 for _name in [*_IN_PLACE, "__setitem__"]:
     setattr(SharedWhole, _name, _writing(_name))
@@ -200,7 +234,7 @@ def nums_of_writes(tensors: Sequence[Tensor]) -> list[int]:
     counts = []
     for tensor in tensors:
         try:
-            count = tensor._version
+            count = raw_version(tensor)
         except RuntimeError:  # made under inference mode, as over a tensor axis: torch does not count
             counts.append(0)
             continue

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_zero.engine.parameters.records import ZeroParameter, gathered
 from hf_zero.engine.units.grouping import Structure
 from hf_zero.errors import PartitionError, UsageError
 from hf_zero.under_way import is_function_running
+
+CAST_TO = "_zero_cast_to"
 
 
 class AsPartitioned:
@@ -18,6 +21,20 @@ class AsPartitioned:
     def __init__(self, model: nn.Module, parameters: Sequence[ZeroParameter]) -> None:
         self._structure = Structure(model)
         self._parameters = parameters
+        self._has_other_dtypes = False
+
+    def note_cast(self, function: Callable[[Tensor], Tensor]) -> None:
+        """`model._apply(function)` is about to run: which dtypes it means parameters to have that rest in another, float32.
+
+        Their rows may be in that dtype already, so that nothing is changed that could be seen.
+        """
+        wanted: dict[torch.dtype, torch.dtype] = {}
+        for p in self._parameters:
+            if p.compute_dtype not in wanted:
+                wanted[p.compute_dtype] = function(torch.empty(0, dtype=p.compute_dtype)).dtype
+            if wanted[p.compute_dtype] != p.compute_dtype and p.param.is_floating_point():
+                setattr(p.param, CAST_TO, wanted[p.compute_dtype])
+                self._has_other_dtypes = True
 
     def has_changed(self, is_model: bool, minds_dtypes: bool) -> bool:
         """Whether the model holds others now, or in other dtypes, and has to be partitioned anew.
@@ -54,4 +71,6 @@ class AsPartitioned:
 
     def _cast(self) -> ZeroParameter | None:
         """A parameter whose dtype users have changed: `model.double()`, `.half()`."""
+        if self._has_other_dtypes and (found := next((p for p in self._parameters if CAST_TO in vars(p.param)), None)):
+            return found
         return next((p for p in self._parameters if p.param.dtype != p.dtype_at_rest), None)

@@ -51,6 +51,7 @@ class Gathering:
         reads: what was read outside its call, in the running pass.
         alone: forwards that this rank computes alone.
         changes: counts steps and edits by hand, before rows change.
+        edited: by hand, since whole tensors were made.
         settled: on a device, passes when the last step or edit has been done; None before the first, or on the CPU.
     """
 
@@ -70,7 +71,7 @@ class Gathering:
         self.for_graphs = ForGraphs()
         self._world = world
         self._parameters = parameters
-        self._edited: dict[ZeroParameter, None] = {}  # by hand, since whole tensors were made
+        self.edited: dict[ZeroParameter, None] = {}
         self._stepping: object = None  # the optimizer whose step is under way, and its thread
         self._stepping_on = 0
         self._stepped: set[ZeroParameter] = set()  # what the step under way is done with, and has told
@@ -101,7 +102,7 @@ class Gathering:
         self._world.serving.apart.join()
         units = [unit for unit in self.units if not unit.is_whole_elsewhere]
         needs_others = any(unit.comes_and_goes or unit.residency is Residency.RELEASED for unit in units)
-        is_old = bool(units and (self._edited or self._world.serving.apart.tick))
+        is_old = bool(units and (self.edited or self._world.serving.apart.tick))
         return (needs_others or is_old) and self.alone.begins()
 
     def tell_of_wait(self) -> None:
@@ -281,7 +282,7 @@ class Gathering:
 
     def whole_at_hand(self, unit: Unit, p: ZeroParameter) -> Tensor | None:
         """The whole tensor of a parameter, where it stays whole between uses and is as new as its rows."""
-        is_new = self._stepping is None and p not in self._edited and self._world.serving.apart.before(p.param) is None
+        is_new = self._stepping is None and p not in self.edited and self._world.serving.apart.before(p.param) is None
         return unit.whole_at_hand(p) if is_new else None
 
     def before_edit(self, p: ZeroParameter) -> None:
@@ -297,7 +298,7 @@ class Gathering:
             self._before_write(f"an edit of {p.name!r}")
             serving.note_edit()
         self.changes.begun += self._stepping is None
-        self._edited[p] = None
+        self.edited[p] = None
         self.let_go()
 
     def _before_write(self, what: str) -> None:
@@ -318,7 +319,7 @@ class Gathering:
     def after_step(self, held: list[ZeroParameter]) -> None:
         """An optimizer that holds these parameters has stepped, on every rank."""
         self.num_steps += bool(held)
-        stepped = self._stepped.difference(self._edited)
+        stepped = self._stepped.difference(self.edited)
         self._stepped.clear()
         held_now = [p for p in held if p not in stepped]
         self.on_rows_changed(p for p in held_now if p.param.requires_grad or p.param.grad is not None)
@@ -366,7 +367,7 @@ class Gathering:
             self.let_go()
             self.for_graphs.let_go()
             self._note_that_rows_settle()
-        self._edited.update(told)
+        self.edited.update(told)
         units = {
             unit: members
             for unit in map(self.units.__getitem__, first_uses(self.reductions.units))
@@ -376,7 +377,7 @@ class Gathering:
             unit.epoch += 1  # of all, before anything that can fail
         for unit, members in units.items():
             unit.changed(members)
-        self._edited = {p: None for p in self._edited if p not in told}
+        self.edited = {p: None for p in self.edited if p not in told}
 
     def _note_that_rows_settle(self) -> None:
         if self._world.device.type != "cpu":
@@ -387,10 +388,10 @@ class Gathering:
         """Let what was edited by hand be gathered again."""
         # Torch calls no post-hook of a step that raised, which may have changed any parameter: see [Note: under way].
         if self._stepping is not None and not is_method_running(self._stepping, self._stepping_on):
-            self._edited.update(dict.fromkeys(self._parameters))
+            self.edited.update(dict.fromkeys(self._parameters))
             self._stepping = None
-        if self._edited:
-            self.on_rows_changed(list(self._edited))
+        if self.edited:
+            self.on_rows_changed(list(self.edited))
 
     def mark_dirty(self) -> None:
         """All ranks have changed the rows of parameters behind torch's back: whole tensors are gathered again."""

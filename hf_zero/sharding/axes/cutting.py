@@ -10,7 +10,8 @@ So what comes from rank 0 is received elsewhere, and loading a model whole and c
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from hf_zero.engine.units.grouping import FoundParameter, find_parameters, find_
 from hf_zero.sharding.axes.experts import share_experts
 from hf_zero.sharding.axes.tensor_parallel import distribute, remember_tensor_axis, share_resized
 from hf_zero.sharding.whole_window import is_mapped
+
+KnownBuffers = Mapping[int, weakref.ref[Tensor]]  # by id
 
 
 def partition_whole(model: nn.Module, world: World) -> None:
@@ -140,10 +143,11 @@ def _choose_what_stays(model: nn.Module, world: World) -> None:
             vars(param)[STAYS_ON_DEVICE] = stays
 
 
-def broadcast_buffers(model: nn.Module, world: World, known: Collection[int]) -> None:
-    """Give every rank the buffers of rank 0; `engine.buffers` does it for what changes in training."""
+def broadcast_buffers(model: nn.Module, world: World, known: KnownBuffers) -> None:
+    """Give every rank the buffers of rank 0, but for `known` ones; `engine.buffers` does it for what changes in training."""
     for name, buffer in model.named_buffers():
-        if id(buffer) not in known:
+        reference = known.get(id(buffer))  # perhaps to one that is gone, whose number this one has on some ranks
+        if reference is None or reference() is not buffer:
             world.broadcast(buffer, name)
 
 

@@ -52,7 +52,10 @@ def _refuse_partitioned(module: nn.Module, wrapper: str) -> None:
         # Alone, in the dtype of the parameters, gradients are autograd's, which the wrapper may have.
         is_run = engine is not None and (engine.world.num_ranks > 1 or not isinstance(engine.backward, PlainBackward))
         if is_run or any(isinstance(param, PartitionedTensor) for param in held):
+            advice = (
+                "leave the wrapper out" if part is module else "call `hf_zero.shard_model` on the whole model instead"
+            )
             raise PartitionError(
                 f"{wrapper} around {type(module).__name__}, of which {type(part).__name__} {name!r} is partitioned by hf_zero, "
-                "which reduces its gradients itself: call `hf_zero.shard_model` on the whole model instead"
+                f"which reduces its gradients itself: {advice}"
             )

@@ -150,24 +150,22 @@ def _micros(model: nn.Module, engine: zero.ZeroEngine, step: int, num_micros: in
 @on_ranks(
     2,
     3,
-    num_micros=[1, 3],
+    case=[(1, "last two"), (3, "last two"), (1, "all"), (3, "all"), (3, "size of all")],
     num_frozen=[0, 3],
-    num_kept=[2, 6],
-    is_sized=[True, False],
     collectives=["pairwise", "native"],
 )
 def test_what_is_kept_stays_until_its_parameters_change(
-    num_micros: int, num_frozen: int, num_kept: int, is_sized: bool, collectives: str
+    case: tuple[int, str], num_frozen: int, collectives: str
 ) -> None:
-    rows = []
+    num_micros, kept = case
+    rows, num_kept = [], 2 if kept == "last two" else 6
     for keeps in (False, True):
         torch.manual_seed(0)
         model = Stack(num_blocks=4)
         sizes = [unit.buffer_nbytes for unit in zero.shard_model(Stack(num_blocks=4), {"stage": 3}).units]
         for block in model.blocks[4 - num_frozen :]:
             block.requires_grad_(False)
-        has_all = num_kept == 6
-        budget: int | bool = (sum(sizes[-num_kept:]) if is_sized or not has_all else False) if keeps else True
+        budget: int | bool = (False if kept == "all" else sum(sizes[-num_kept:])) if keeps else True
         config = {"stage": 3, "prefetch_bytes": 0, "reshard_after_forward": budget, "collectives": collectives}
         engine = zero.shard_model(model, config)
         engine.memory.poison = True
@@ -182,7 +180,7 @@ def test_what_is_kept_stays_until_its_parameters_change(
                 expected = (
                     (once if index in stays else once * num_micros) if index not in stays & frozen or not step else 0
                 )
-                if keeps and index == 0 and has_all and is_sized and num_micros > 1 and not step:
+                if keeps and index == 0 and kept == "size of all" and num_micros > 1 and not step:
                     expected = 2  # a size has room for it once there are several micro-batches
                 if step != 3 or index not in frozen:
                     assert dict(found).get(unit.name, 0) == expected, (step, index)

@@ -412,6 +412,41 @@ def test_a_folder_that_others_wrote_is_told_of_before_the_training(folder: str) 
     assert again.state.global_step == 0
 
 
+class _Copying(Trainer):
+    """Writes into its checkpoint's folder before it saves, and copies what lies beside it."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder, "own.json").write_text("1")
+        super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        beside = Path(output_dir).parent
+        shutil.copy(beside / "args.json", output_dir)
+        Path(beside, "newest.txt").write_text(Path(output_dir).name)
+
+
+@on_ranks(2)
+@undone
+def test_what_a_trainer_puts_into_and_beside_its_checkpoint_is_there(folder: str) -> None:
+    place = Path(folder, "copying")
+    trainer = make_trainer(folder, 3, output_dir=str(place), **SAVING)
+    trainer.__class__ = _Copying
+    if dist.get_rank() == 0:
+        place.mkdir(exist_ok=True)
+        Path(place, "args.json").write_text("{}")
+    dist.barrier()
+    trainer.train()
+    saved = sorted(path for path in place.glob("checkpoint-*"))
+    assert saved and all((path / "own.json").read_text() == "1" for path in saved)
+    assert all((path / "args.json").read_text() == "{}" for path in saved)
+    assert (place / "newest.txt").read_text() == saved[-1].name
+    assert not list(place.glob(".checkpoint*"))
+    make_trainer(folder, 3, output_dir=str(place), **SAVING).train(resume_from_checkpoint=str(saved[-1]))
+
+
 # ---- by a signal ----------------------------------------------------------------------------------------------------
 
 

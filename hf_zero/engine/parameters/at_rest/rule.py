@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.at_rest.given import note_computed, note_given, note_overwritten, refuse_unlike
 from hf_zero.engine.parameters.at_rest.lineage import NOTHING, VALUES, Call, copied_over, is_back
 from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
 from hf_zero.engine.parameters.at_rest.operators import (
@@ -160,6 +162,8 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
     roots = _unique(t.root for t in given)
     call = Call.of(func, args, kwargs) if written else NOTHING
     roots_written = [cast(Tensor, t.root) for t in written if isinstance(t, AtRest)]
+    if kind_of(func) is Kind.EXCHANGE and (cut := [root for root in roots if root.is_cut]):
+        refuse_unlike(cut, base_name(func).strip("_"), cut[0].held[0])
     with torch.no_grad():
         what = f"{base_name(func)} of {given[0].describe()}"
         wholes = dict(zip(map(id, roots), gather(roots, what, not roots_written), strict=True))
@@ -182,6 +186,10 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
             if root.is_cut:
                 root.rows.copy_(root.cut(wholes[id(root)]))
     call.note_written(roots_written)
+    if kind_of(func) is not Kind.EXCHANGE:
+        plain_ones = [t for t in _tensors_in((*args, *kwargs.values())) if t.ndim and not isinstance(t, AtRest)]
+        for written_root, other in itertools.product(cast(list[Root], roots_written), plain_ones):
+            note_given(written_root, other, False)
     originals = {id(plain.get(id(t), t)): t for t in written}
     return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
 
@@ -249,22 +257,37 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
     for group in _groups(args, kwargs, kind):
         roots = [t for t in group if isinstance(t, AtRest)]
         templates.append(cast(Root, roots[0]) if roots else None)
-        if roots and not _put_rows(group, writes, plain):
+        if roots and not _put_rows(func, group, writes, plain):
             return False, None
     call = Call.of(func, args, kwargs, len(templates) if kind is Kind.LISTS else None)
     call.begin(written)
     result = _mapped(func, args, kwargs, plain)
     if written:
         call.note_written(written)
+        _note_sources(func, args, written)
         return True, written[0] if isinstance(result, Tensor) else result
+    operands = [t for t in _tensors_in((*args, *kwargs.values())) if isinstance(t, Root)]
     if kind is Kind.LISTS and isinstance(result, list | tuple):
         made = [t if root is None else root.like(t) for root, t in zip(templates, result, strict=True)]
         call.note_made(made)
+        note_computed(made, operands)
         return True, type(result)(made)
     root = cast(Root, templates[0])
     given = pytree.tree_map_only(Tensor, root.like, result)
     call.note_made(pytree.tree_leaves(given))
+    note_computed(pytree.tree_leaves(given), operands)
     return True, given
+
+
+def _note_sources(func: Any, args: Any, written: Sequence[Tensor]) -> None:
+    """Of what has been overwritten: what with."""
+    name = base_name(func)
+    if name == "copy_" and isinstance(written[0], Root) and (isinstance(args[1], Root) or not args[1].ndim):
+        note_overwritten(written[0], args[1] if isinstance(args[1], Root) else None)
+    elif name in ("zero_", "fill_", "_foreach_zero_"):
+        for root in written:
+            if isinstance(root, Root):
+                note_overwritten(root, None)
 
 
 def _groups(args: Any, kwargs: Any, kind: Kind) -> list[list[Tensor]]:
@@ -277,7 +300,7 @@ def _groups(args: Any, kwargs: Any, kind: Kind) -> list[list[Tensor]]:
     return [[*(each[place] for each in lists if place < len(each)), *shared] for place in range(len(lists[0]))]
 
 
-def _put_rows(group: list[Tensor], writes: set[int], plain: dict[int, Tensor]) -> bool:
+def _put_rows(func: Any, group: list[Tensor], writes: set[int], plain: dict[int, Tensor]) -> bool:
     """Put this rank's rows of tensors that are cut alike into `plain`; False where they are not."""
     if any(isinstance(t, AtRest) and not isinstance(t, Root) for t in group):
         return False
@@ -296,6 +319,9 @@ def _put_rows(group: list[Tensor], writes: set[int], plain: dict[int, Tensor]) -
         if not is_edit or not _broadcasts(other.shape, shape):
             return False
         plain[id(other)] = first.cut(other.expand(shape))
+        for root in roots:
+            if id(root) in writes:
+                note_given(root, other, func is torch.ops.aten.copy_.default)
     plain.update((id(root), root.rows) for root in roots)
     return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,18 @@ class Readable(AtRest):
         return self.of(whole if self.root.is_cut and self.root.shown is None else whole.detach())
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor's values."""
+        """The whole tensor's values; of a parameter, to be read only: what is written into a copy would be lost."""
         if not force and torch.is_grad_enabled() and cast(Tensor, self).requires_grad:
             raise UsageError(f"numpy() of {self.describe()}, which is in the graph: call `.detach().numpy()`")
         with torch.no_grad():
-            return self.full_tensor().numpy(force=force)
+            values = self.full_tensor().numpy(force=force)
+        if self.root.is_cut and self.root.shown is None and self.root.param is not None:
+            values.flags.writeable = False
+        return values
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        """Raise: there is no memory for another library to read."""
+        raise UsageError(f"DLPack of {self.describe()}, which is partitioned: hand on `.full_tensor()`, of all ranks")
 
     def data_ptr(self) -> int:
         """Where it would be if it were whole: no memory, but another place for each parameter. See `addresses`."""

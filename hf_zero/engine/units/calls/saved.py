@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
-from hf_zero.engine.parameters.whole import SharedWhole, Whole
+from hf_zero.engine.parameters.whole import SharedWhole, Whole, raw_version
 from hf_zero.engine.units.storage.residency import WHOLE
 from hf_zero.engine.units.unit import Unit
 
@@ -99,14 +99,14 @@ class SavedWeights:
                     shape, strides = tuple(held.shape), held.stride()
                     counter, place = torch_compat.counter_of(held), address - start
                     return _SavedView(
-                        unit, unit.epoch, counter, held._version, place, shape, strides, held.dtype, as_seen
+                        unit, unit.epoch, counter, raw_version(held), place, shape, strides, held.dtype, as_seen
                     )
-        return tensor.detach(), tensor._version  # not itself: an output would hold its own graph
+        return tensor.detach(), raw_version(tensor)  # not itself: an output would hold its own graph
 
     def _unpack(self, packed: Any) -> Tensor:
         if type(packed) is _SavedView:
-            if packed.counter._version != packed.version:
-                _refuse_changed(packed.shape, packed.counter._version, packed.version)
+            if raw_version(packed.counter) != packed.version:
+                _refuse_changed(packed.shape, raw_version(packed.counter), packed.version)
             is_there = packed.unit.epoch == packed.epoch and packed.unit.residency in WHOLE
             if not is_there or torch.is_grad_enabled():  # then a graph may be made, see [Note: gradients of gradients]
                 self._make_whole(packed.unit, packed.epoch)
@@ -114,8 +114,8 @@ class SavedWeights:
             return view if packed.seen_as is None else rows_like(view, packed.seen_as)
         saved: Tensor
         saved, version = packed  # a detached tensor counts its writes together with its source
-        if saved._version != version:
-            _refuse_changed(tuple(saved.shape), saved._version, version)
+        if raw_version(saved) != version:
+            _refuse_changed(tuple(saved.shape), raw_version(saved), version)
         return saved
 
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from hf_zero.engine.parameters.at_rest.given import have_been_given, refuse_unlike
+from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.whole import is_safe_to_keep, num_writes, retire
 from hf_zero.engine.ranks.alike import checksum
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError
+
+
+def check_edits(edited: Iterable[ZeroParameter], world: World) -> None:
+    """All ranks are about to compute with what has been edited by hand: see [Note: given wholes].
+
+    Raises:
+        UsageError: each rank has given other values.
+    """
+    roots = [cast(Root, p.param) for p in edited if p.is_sharded]
+    if have_been_given(roots):
+        refuse_unlike(roots, "a forward", world)
 
 
 class Written(NamedTuple):

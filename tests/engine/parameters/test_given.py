@@ -1,0 +1,119 @@
+"""Whole tensors that ranks write into tensors at rest: what is each rank's own is an error, not a mixture of all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero as zero
+from tests.engine.twins import Net, batch, square_loss, whole
+from tests.ranks import on_ranks
+
+
+def _model(stage: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    return model
+
+
+def _own(param: Tensor, is_own: bool) -> Tensor:
+    return torch.full(param.shape, 1.0 + (dist.get_rank() if is_own else 0), dtype=param.dtype)
+
+
+def _grads(model: nn.Module, is_own: bool) -> list[Tensor]:
+    for p in model.parameters():
+        p.grad = _own(p, is_own)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    return [p.grad for p in model.parameters()]
+
+
+def _added(model: nn.Module, is_own: bool) -> list[Tensor]:
+    params = list(model.parameters())
+    for p in params:
+        p.grad = torch.zeros_like(p)
+        p.grad.add_(_own(p, is_own))
+    sums = [p.grad / 2 for p in params]
+    for each in sums:
+        dist.all_reduce(each)
+    return sums
+
+
+def _weights(model: nn.Module, is_own: bool) -> list[Tensor]:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data.copy_(_own(p, is_own))
+            dist.all_reduce(p.data)
+    return list(model.parameters())
+
+
+def _rows(model: nn.Module, is_own: bool) -> list[Tensor]:
+    param = next(model.parameters())
+    with torch.no_grad():
+        param[:2] = _own(param, is_own)[:2]
+    dist.all_reduce(param.data)
+    return [param]
+
+
+@on_ranks(2, 3, stage=[1, 3], how=[_grads, _added, _weights, _rows])
+def test_an_exchange_of_what_is_each_ranks_own_is_an_error(
+    stage: int, how: Callable[[nn.Module, bool], list[Tensor]]
+) -> None:
+    given = how(_model(stage), False)
+    assert all(torch.isfinite(whole(each)).all() for each in given)
+    if how is _weights:
+        assert all(torch.equal(whole(p), torch.full_like(whole(p), dist.get_world_size())) for p in given)
+    with pytest.raises(
+        zero.UsageError, match=r"allreduce: each rank has written other values into .*Exchange a plain tensor"
+    ):
+        how(_model(stage), True)
+
+
+@on_ranks(2, 3, stage=[1, 3], is_own=[True, False])
+def test_a_forward_with_each_ranks_own_weights_is_an_error(stage: int, is_own: bool) -> None:
+    """As of evolution strategies, where each rank tries a direction of its own."""
+    model, params = _model(stage), []
+    square_loss(model, batch(0, 0)).backward()
+    params = list(model.parameters())
+    before = [whole(p).clone() for p in params]
+    with torch.no_grad():
+        for p in params:
+            p.add_(_own(p, is_own))
+    if is_own:
+        with pytest.raises(
+            zero.UsageError, match=r"a forward: each rank has written other values into parameter 'enter.weight'"
+        ):
+            square_loss(model, batch(0, 0))
+    else:
+        square_loss(model, batch(0, 0))
+        assert all(torch.equal(whole(p), b + 1) for p, b in zip(params, before, strict=True))
+
+
+@on_ranks(2, stage=[1, 3])
+def test_what_has_been_put_back_is_no_rank_s_own(stage: int) -> None:
+    model = _model(stage)
+    params = list(model.parameters())
+    saved = [p.detach().clone() for p in params]
+    with torch.no_grad():
+        for p, kept in zip(params, saved, strict=True):
+            p.copy_(_own(p, True))
+            p.copy_(kept)
+    square_loss(model, batch(0, 0)).backward()
+
+
+@on_ranks(2, stage=[1, 3])
+def test_other_libraries_read_a_parameter_at_rest_but_do_not_write_it(stage: int) -> None:
+    model = _model(stage)
+    param = next(model.parameters())
+    values = param.detach().numpy()
+    assert torch.equal(torch.tensor(values), whole(param))
+    with pytest.raises(ValueError, match="read-only"):
+        values *= 0.5
+    with pytest.raises(zero.UsageError, match=r"DLPack of parameter 'enter.weight', which is partitioned"):
+        torch.from_dlpack(param.detach())
+    copied = param.detach().clone().numpy()
+    copied *= 0.5
