@@ -109,7 +109,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or (one.is_contiguous() and other.is_contiguous()):
         return True
     low = min(begin, its_begin) // one.itemsize
-    marks = torch.zeros(max(end, its_end) // one.itemsize - low, dtype=torch.bool)
+    marks = torch.zeros(max(end, its_end) // one.itemsize - low, dtype=torch.bool, device="cpu")
     for tensor in (one, other):
         shown = marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - low)
         if tensor is other:

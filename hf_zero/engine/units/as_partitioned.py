@@ -31,7 +31,7 @@ class AsPartitioned:
         wanted: dict[torch.dtype, torch.dtype] = {}
         for p in self._parameters:
             if p.compute_dtype not in wanted:
-                wanted[p.compute_dtype] = function(torch.empty(0, dtype=p.compute_dtype)).dtype
+                wanted[p.compute_dtype] = function(torch.empty(0, dtype=p.compute_dtype, device="cpu")).dtype
             if wanted[p.compute_dtype] != p.compute_dtype and p.param.is_floating_point():
                 setattr(p.param, CAST_TO, wanted[p.compute_dtype])
                 self._has_other_dtypes = True
