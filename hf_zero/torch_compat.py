@@ -177,9 +177,14 @@ def let_compilers_pass_by(*kinds: type[Tensor]) -> None:
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:
-    """Let the rows of `parameter` live in the memory of `local` (same shape and dtype)."""
+    """Let the rows of `parameter`, and of its aliases, live in the memory of `local` (same shape and dtype)."""
     if isinstance(parameter, DTensor):
-        parameter._local_tensor = local
+        rows = parameter._local_tensor
+        if rows.is_inference() or rows.device != local.device:
+            parameter._local_tensor = local
+        else:
+            with torch.no_grad():
+                rows.set_(local)  # type: ignore[call-overload]
     else:
         parameter.data = local
 

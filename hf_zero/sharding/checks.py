@@ -26,13 +26,8 @@ _KNOWN_CLASSES = (
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "FSDPModule")
 
 
-def check_model(model: nn.Module, cuts: bool) -> None:
-    """Raise a `PartitionError` for a model that cannot be partitioned, judging only by facts that all ranks share.
-
-    Args:
-        model: any module.
-        cuts: parameters become others, of which each rank has its rows.
-    """
+def check_model(model: nn.Module) -> None:
+    """Raise a `PartitionError` for a model that cannot be partitioned, judging only by facts that all ranks share."""
     name = type(model).__name__
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for wrapper in _WRAPPERS:
@@ -58,11 +53,6 @@ def check_model(model: nn.Module, cuts: bool) -> None:
             )
         if is_of_own_class(param):
             continue
-        if cuts and not isinstance(param, DTensor) and type(param).__module__.partition(".")[0] not in _KNOWN_CLASSES:
-            raise PartitionError(
-                f"{param_name} is a {type(param).__name__}, and partitioned it would be a plain parameter, without what its "
-                "class does (an optimizer that asks for it steps otherwise): make an nn.Parameter of it, or use stage 0"
-            )
         if type(param.data) not in (torch.Tensor, DTensor) and not isinstance(param, DTensor):
             raise PartitionError(
                 f"{param_name} is a {type(param.data).__name__}: only plain tensors can be partitioned"
@@ -70,6 +60,22 @@ def check_model(model: nn.Module, cuts: bool) -> None:
         if isinstance(param, DTensor) and world_of(param) is None and not is_on_tensor_axis(param):
             raise PartitionError(
                 f"{param_name} is a DTensor that hf_zero did not make: give it the unpartitioned model"
+            )
+
+
+def is_of_users_class(param: nn.Parameter) -> bool:
+    """Whether a trainable parameter is of a class of users or their libraries, who may ask for it."""
+    is_known = type(param).__module__.partition(".")[0] in _KNOWN_CLASSES
+    return param.requires_grad and not isinstance(param, DTensor) and not is_known
+
+
+def refuse_classes_of_users(model: nn.Module) -> None:
+    """Raise a `PartitionError` for parameters that would lose their class."""
+    for name, param in model.named_parameters():
+        if is_of_users_class(param):
+            raise PartitionError(
+                f"{name} is a {type(param).__name__}, and partitioned it would be a plain parameter, without what its class "
+                "does (an optimizer that asks for it steps otherwise): make an nn.Parameter of it, or use stage 0"
             )
 
 

@@ -28,6 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_zero.engine.parameters.replaced import replace
 from hf_zero.engine.ranks.world import World
 from hf_zero.parameters import parameters_of
+from hf_zero.sharding.checks import is_of_users_class
+from hf_zero.sharding.shared_memory import refuse_aliases
 from hf_zero.sharding.whole_window import WINDOW_BYTES, WholeWindow, is_plain, is_shard, own, to_shard
 
 
@@ -190,6 +192,9 @@ class Cutter:
             before, self._cuts = self._cuts, True
             try:
                 yield
+                with self.paused():
+                    for model in self.models():
+                        refuse_aliases(model, self.window.wholes())
             finally:
                 self._cuts = before
                 with self.paused():
@@ -263,7 +268,7 @@ class Cutter:
         with self.paused():
             if is_shard(param):
                 return own(param, self.world) if self._reads_file else None
-            if not is_plain(param):
+            if not is_plain(param) or is_of_users_class(param):  # which the engine will refuse
                 return None
             twin = cast("DTensor | None", self._twins.get(param))  # type: ignore[no-untyped-call]
             if twin is not None:

@@ -33,6 +33,7 @@ from hf_zero.sharding.axes.experts import share_experts
 from hf_zero.sharding.checks import (
     agree_on_model,
     check_quantised,
+    refuse_classes_of_users,
     refuse_lazy,
     refuse_parameters_in_lists,
     refuse_sparse_gradients,
@@ -62,7 +63,9 @@ def start_engine(model: nn.Module, world: World, known_buffers: KnownBuffers = M
     if world.num_ranks > 1:
         refuse_sparse_gradients(model)
         refuse_parameters_in_lists(model)
-    aliases = find_aliases(model)
+    if world.partitions:
+        refuse_classes_of_users(model)
+    aliases = find_aliases(model) if world.partitions else []
     agree_on_model(model, world)
     check_quantised(model, world)
     partition_whole(model, world)

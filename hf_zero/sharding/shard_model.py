@@ -75,14 +75,11 @@ def shard_model(
             )
         model_methods.attach(model, engine.world)
         return engine
+    check_model(model)
     old_engines = engines_inside(model)
     world = old_engines[0].world if old_engines else world_at_rest(model)
     if world is None or (config is not None and not old_engines and world.config != ZeroConfig.load(config)):
-        loaded = ZeroConfig.load(config)
-        check_model(model, loaded.policy.shards_optimizer)
-        world = World.create(loaded, _device_of(model), mesh)
-    else:
-        check_model(model, world.partitions)
+        world = World.create(ZeroConfig.load(config), _device_of(model), mesh)
     refuse_other_ranks(model, world)
     for inner in old_engines:
         inner.close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from types import MappingProxyType
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -49,55 +50,90 @@ class Alias:
             )
 
 
-def find_aliases(model: nn.Module) -> list[Alias]:
+class _Held(NamedTuple):
+    """A parameter or a buffer, and the memory in which it is whole."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    memory: Tensor
+
+
+def find_aliases(model: nn.Module, wholes: Mapping[int, Tensor] = MappingProxyType({})) -> list[Alias]:
     """What modules hold of parameters' memory, before it is partitioned.
+
+    Args:
+        model: any module.
+        wholes: of parameters that are partitioned already, by id: the memory in which code has seen them whole.
 
     Raises:
         UsageError: two parameters, or a parameter and a buffer, share memory: each of them would be by itself.
     """
-    params: dict[int, tuple[nn.Module, str, Tensor]] = {}
+    params: dict[int, _Held] = {}
     for module in model.modules():
-        params |= {id(p): (module, name, p) for name, p in module._parameters.items() if _is_plain(p)}
-    by_storage: dict[int, list[tuple[nn.Module, str, Tensor]]] = {}
-    for each in params.values():
-        by_storage.setdefault(_storage_of(each[2]), []).append(each)
+        for name, param in module._parameters.items():
+            if param is not None and _is_plain(memory := wholes.get(id(param), param)):
+                params.setdefault(id(param), _Held(module, name, param, memory))
+    by_storage: dict[int, list[_Held]] = {}
+    for held in params.values():
+        by_storage.setdefault(_storage_of(held.memory), []).append(held)
     names = {id(t): name for name, t in itertools.chain(model.named_parameters(), model.named_buffers())}
     for group in by_storage.values():
-        for (*_, one), (*_, other) in itertools.combinations(group, 2) if len(group) > 1 else ():
+        for one, other in itertools.combinations(group, 2) if len(group) > 1 else ():
             _refuse_overlap(one, other, names)
     found = []
     for module in model.modules():
-        for buffer in filter(_is_plain, module._buffers.values()):
-            for *_, param in by_storage.get(_storage_of(buffer), ()):
-                _refuse_overlap(param, buffer, names)
+        for name, buffer in module._buffers.items():
+            if _is_plain(buffer):
+                for held in by_storage.get(_storage_of(buffer), ()):
+                    _refuse_overlap(held, _Held(module, name, buffer, buffer), names)
         for attribute, value in vars(module).items():
-            if _is_plain(value) and not isinstance(value, nn.Parameter):
-                for holder, name, param in by_storage.get(_storage_of(value), ()):
-                    if value.dtype == param.dtype and _overlap(value, param) and param.is_contiguous():
-                        place = (value.shape, value.stride(), int(value.storage_offset()) - int(param.storage_offset()))
-                        found.append(Alias(module, attribute, holder, name, place, value.grad_fn is not None))
+            # `torch.nn.utils.spectral_norm` leaves the memory of `weight_orig` in `weight` until the first forward.
+            is_put_there = f"{attribute}_orig" not in module._parameters and not isinstance(value, nn.Parameter)
+            if is_put_there and _is_plain(value):
+                for held in by_storage.get(_storage_of(value), ()):
+                    memory = held.memory
+                    if value.dtype == memory.dtype and _overlap(value, memory) and memory.is_contiguous():
+                        offset = int(value.storage_offset()) - int(memory.storage_offset())
+                        place = (value.shape, value.stride(), offset)
+                        found.append(Alias(module, attribute, held.module, held.name, place, value.grad_fn is not None))
                         break
     return found
+
+
+def refuse_aliases(model: nn.Module, wholes: Mapping[int, Tensor]) -> None:
+    """Refuse, of parameters that are cut as they are made, all that `find_aliases` finds: it cannot tell what is in a graph.
+
+    Raises:
+        UsageError: a module holds a parameter's memory.
+    """
+    for alias in find_aliases(model, wholes):
+        raise UsageError(
+            f"{type(alias.module).__name__}.{alias.attribute} is the memory of the parameter {alias.name!r} of "
+            f"{type(alias.holder).__name__}, which is partitioned as it is made (zero.Init): take it in the forward "
+            "(self.encoder.weight.t()), or make the model outside of zero.Init"
+        )
 
 
 def _is_plain(value: object) -> TypeGuard[Tensor]:
     """Whether this is a tensor with memory, which is not partitioned."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or is_lazy(value):
         return False
-    has_memory = value.layout is torch.strided and value.device.type != "meta" and value.numel() > 0
-    return has_memory and _storage_of(value) != 0
+    is_plain = type(value.data) is Tensor and value.layout is torch.strided  # not quantised, say
+    return is_plain and value.device.type != "meta" and value.numel() > 0 and _storage_of(value) != 0
 
 
 def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _refuse_overlap(one: Tensor, other: Tensor, names: dict[int, str]) -> None:
-    if _overlap(one, other):
+def _refuse_overlap(one: _Held, other: _Held, names: dict[int, str]) -> None:
+    trains = one.tensor.requires_grad or other.tensor.requires_grad  # else nothing changes them
+    if trains and _overlap(one.memory, other.memory):
         raise UsageError(
-            f"{names.get(id(one))!r} and {names.get(id(other))!r} share memory, and each would be partitioned by itself: let "
-            "both modules hold one parameter (head.weight = embed.weight), or compute with a view of it in the forward "
-            "(F.linear(x, self.enc.weight.t()))"
+            f"{names.get(id(one.tensor))!r} and {names.get(id(other.tensor))!r} share memory, and each would be partitioned by "
+            "itself: let both modules hold one parameter (head.weight = embed.weight), or compute with a view of it in the "
+            "forward (F.linear(x, self.enc.weight.t()))"
         )
 
 

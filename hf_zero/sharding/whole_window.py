@@ -132,6 +132,10 @@ class WholeWindow:
             if (entry := self._open.pop(id(param), None)) is not None:
                 self._bytes -= entry.data.nbytes
 
+    def wholes(self) -> dict[int, Tensor]:
+        """What is whole, or somebody still holds the memory of, by the shard's id."""
+        return {id(entry.param): entry.data for entry in (*self._lapsed.values(), *self._open.values())}
+
     def close(self) -> None:
         """Bring all shards up to date, and release everything that is whole."""
         for entry in (*self._lapsed.values(), *self._open.values()):

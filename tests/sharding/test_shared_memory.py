@@ -41,12 +41,14 @@ def _as_buffer(model: _Coder) -> None:
     model.register_buffer("kept", model.encoder.weight.detach())
 
 
-@pytest.mark.parametrize("how", [_as_parameter, _as_data, _as_slice, _as_buffer])
+@on_ranks(2, how=[_as_parameter, _as_data, _as_slice, _as_buffer])
 def test_parameters_that_share_memory_are_refused(how: Callable[[_Coder], None]) -> None:
+    zero.shard_model(_Coder(how).requires_grad_(False), {"stage": 1})  # nothing would change them
     with pytest.raises(zero.UsageError, match=r"'encoder.weight' and '(decoder.weight|kept)' share memory"):
         zero.shard_model(_Coder(how), {"stage": 1})
 
 
+@on_ranks(2)
 def test_parts_of_one_buffer_that_do_not_overlap_are_not_shared() -> None:
     model, flat = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(40)
     columns = torch.randn(4, 8)
@@ -66,6 +68,34 @@ def _view_in_graph(model: _Coder) -> None:
 def _itself(model: _Coder) -> None:
     model.encoder = nn.Linear(8, 8)
     vars(model)["taken"] = model.encoder.weight.data
+
+
+@on_ranks(2, stage=[1, 3], how=[_as_parameter, _as_data, _as_slice, _alias, _view_in_graph])
+def test_memory_that_is_shared_while_a_model_is_made_is_refused(stage: int, how: Callable[[_Coder], None]) -> None:
+    is_alias = how in (_alias, _view_in_graph)
+    told = r"_Coder.taken is the memory of the parameter 'weight' of Linear" if is_alias else "share memory"
+    models = []
+    with pytest.raises(zero.UsageError, match=told), zero.Init({"stage": stage}):
+        models.append(_Coder(how))
+
+
+@on_ranks(2, collectives=["pairwise", "host"], stage=[1, 3])
+def test_aliases_from_before_the_engine_follow_a_parameter(collectives: str, stage: int) -> None:
+    with zero.Init({"stage": stage, "collectives": collectives}):
+        model = nn.Linear(4, 4)
+    aliases = model.weight.detach(), model.weight.data.t()
+    zero.shard_model(model)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    whole = model.weight.full_tensor()
+    assert torch.equal(aliases[0].full_tensor(), whole) and torch.equal(aliases[1].full_tensor(), whole.t())
+
+
+@on_ranks(2, stage=[1, 3])
+def test_spectral_norm_of_torch_is_partitioned_as_it_is_made(stage: int) -> None:
+    with zero.Init({"stage": stage}):
+        model = nn.utils.spectral_norm(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks(2, stage=[1, 3], how=[_alias, _view_in_graph, _itself])
@@ -92,7 +122,7 @@ class _Rounded(nn.Parameter):
     """A class whose methods somebody may need."""
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2, stage=[0, 3])
 def test_parameters_of_a_class_of_their_own_are_refused_where_they_would_lose_it(stage: int) -> None:
     model = nn.Linear(4, 4)
     model.weight = _Rounded(torch.ones(4, 4))
