@@ -466,12 +466,15 @@ MUTATIONS = {
         "sharding/late.py", "        alias.follow()\n", "        pass\n", "tests/sharding/test_shared_memory.py"
     ),
     "a step may exchange": Mutation(
-        "optim/trial.py", 'if func.namespace == "c10d":', "if False:", "tests/optim/test_foreign_optimizers.py"
+        "optim/trial.py",
+        'if func.namespace in ("c10d", "_c10d_functional"):',
+        "if False:",
+        "tests/optim/test_foreign_optimizers.py",
     ),
     "users' hooks come after ours": Mutation(
         "engine/modules/hooks.py",
-        "if next(reversed(module._forward_hooks)) != self._number:",
-        "if False:",
+        "if next(reversed(module._forward_hooks), self._number) != self._number and",
+        "if False and",
         "tests/engine/test_users_code.py",
     ),
     "a cast to float32 is not seen": Mutation(

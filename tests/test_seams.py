@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -340,6 +341,7 @@ TORCH = [
     Seam(nn.Module(), "_parameters", "", "whole tensors take the place of parameters while a module computes"),
     Seam(nn.Module(), "_buffers", "", "loading: buffers get memory of their own"),
     Seam(nn.Module(), "_forward_pre_hooks", "", "mark_dirty: whether an engine is to come"),
+    Seam(sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm, "apply", "_orig", "what it leaves until a forward"),
     Seam(nn.Module(), "_forward_hooks", "", "our hook is the last, whenever users register theirs"),
     Seam(nn.Module, "register_parameter", "output = hook(self, name, param)", "Cutter: what a hook returns is kept"),
     Seam(nn.Module, "_call_impl", "_forward_hooks_always_called", "forward hooks run after an exception"),

@@ -209,8 +209,8 @@ class StagedCheckpoint:
             ignored = shutil.ignore_patterns(MARKER)
             shutil.copytree(self.final, self.folder, ignore=ignored, copy_function=_copy_new, dirs_exist_ok=True)
         for path in self.outer.iterdir():
-            if path.is_file() and not path.is_symlink() and not (self.final.parent / path.name).exists():
-                shutil.move(path, self.final.parent / path.name)
+            if path.is_file() and not path.is_symlink():  # perhaps in place of what it was shown there
+                disk.rename(path, self.final.parent / path.name)
 
     def _finish(self, manifest: Manifest, by_rank: Iterable[Extents]) -> None:
         self._take_along()

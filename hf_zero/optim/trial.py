@@ -67,7 +67,7 @@ class _ExchangeError(Exception):
 
 class _NoExchanges(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             raise _ExchangeError
         return func(*args, **(kwargs or {}))
 

@@ -15,6 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from hf_zero.errors import UsageError
 
+_OF_ORIGINAL = "_orig"
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -39,6 +41,8 @@ class Alias:
     def follow(self) -> None:
         """Let the attribute be the same part of the parameter that is in place now."""
         param = getattr(self.holder, self.name)
+        if not isinstance(param, DTensor):
+            return  # it has not been cut, and has its memory
         with torch.set_grad_enabled(self.is_in_graph):
             source = param if self.is_in_graph else param.detach()
             size, stride, offset = self.place
@@ -79,8 +83,12 @@ def find_aliases(model: nn.Module, wholes: Mapping[int, Tensor] = MappingProxyTy
         by_storage.setdefault(_storage_of(held.memory), []).append(held)
     names = {id(t): name for name, t in itertools.chain(model.named_parameters(), model.named_buffers())}
     for group in by_storage.values():
-        for one, other in itertools.combinations(group, 2) if len(group) > 1 else ():
-            _refuse_overlap(one, other, names)
+        placed = sorted([(*_extent(held.memory), held) for held in group], key=lambda each: each[:2])
+        for index, (_, end, one) in enumerate(placed):
+            for begin, _, other in itertools.islice(placed, index + 1, None):
+                if begin >= end:
+                    break
+                _refuse_overlap(one, other, names)
     found = []
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -89,7 +97,9 @@ def find_aliases(model: nn.Module, wholes: Mapping[int, Tensor] = MappingProxyTy
                     _refuse_overlap(held, _Held(module, name, buffer, buffer), names)
         for attribute, value in vars(module).items():
             # `torch.nn.utils.spectral_norm` leaves the memory of `weight_orig` in `weight` until the first forward.
-            is_put_there = f"{attribute}_orig" not in module._parameters and not isinstance(value, nn.Parameter)
+            is_put_there = f"{attribute}{_OF_ORIGINAL}" not in module._parameters and not isinstance(
+                value, nn.Parameter
+            )
             if is_put_there and _is_plain(value):
                 for held in by_storage.get(_storage_of(value), ()):
                     memory = held.memory
@@ -119,8 +129,16 @@ def _is_plain(value: object) -> TypeGuard[Tensor]:
     """Whether this is a tensor with memory, which is not partitioned."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or is_lazy(value):
         return False
-    is_plain = type(value.data) is Tensor and value.layout is torch.strided  # not quantised, say
-    return is_plain and value.device.type != "meta" and value.numel() > 0 and _storage_of(value) != 0
+    is_plain = type(value) is Tensor or (
+        isinstance(value, nn.Parameter) and type(value.data) is Tensor
+    )  # not quantised
+    return (
+        is_plain
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+        and value.numel() > 0
+        and _storage_of(value) != 0
+    )
 
 
 def _storage_of(tensor: Tensor) -> int:

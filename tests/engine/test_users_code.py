@@ -1,5 +1,6 @@
 """What users' code does to parameters, gradients and steps, beside the same code on the unsharded model."""
 
+import collections
 import contextlib
 import copy
 import gc
@@ -333,12 +334,12 @@ def test_copies_of_two_models_are_told_apart() -> None:
     dist.barrier()
 
 
-@on_ranks(2)
-def test_a_copy_that_is_trained_is_no_longer_what_it_was_a_copy_of() -> None:
-    twins = Twins(2, collectives="pairwise")
+@on_ranks(2, stage=[2, 3])
+def test_a_copy_that_is_trained_is_no_longer_what_it_was_a_copy_of(stage: int) -> None:
+    twins = Twins(stage, collectives="pairwise")
     trained = copy.deepcopy(twins.model)
     kept = None if dist.get_rank() else twins.model.head.weight.detach().clone()
-    zero.shard_model(trained, zero.ZeroConfig(stage=2, collectives="pairwise"))
+    zero.shard_model(trained, zero.ZeroConfig(stage=stage, collectives="pairwise"))
     optimizer = _adamw(trained)
     square_loss(trained, twins.own()).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -722,3 +723,15 @@ def test_versions_count_steps(stage: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert model[0].weight._version > version
+
+
+@on_ranks(2, stage=SHARDED)
+def test_all_forward_hooks_may_be_taken_away_for_an_evaluation(stage: int) -> None:
+    model = Net()
+    zero.shard_model(model, {"stage": stage})
+    kept = model.head._forward_hooks
+    model.head._forward_hooks = collections.OrderedDict()
+    with torch.no_grad():
+        first = model(batch(0, 0))
+        model.head._forward_hooks = kept
+        torch.testing.assert_close(model(batch(0, 0)), first)

@@ -118,6 +118,35 @@ def test_what_a_module_holds_of_a_parameter_follows_it(stage: int, how: Callable
     assert losses[4:] == pytest.approx(losses[:4], abs=1e-6) and losses[3] < losses[0]
 
 
+class _OfFlat(nn.Module):
+    """Its weight is a part of a larger tensor, and it holds a row of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 80)[20:52].view(4, 8))
+        self.row = self.weight.data[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()).sum() + (self.row * x).sum()
+
+
+@on_ranks(2, config=[{"stage": 0}, {"stage": 1}, {"stage": 3}, {"stage": 3, "keep_whole_numel": 100}])
+def test_an_alias_of_a_part_of_a_larger_tensor_shows_that_part(config: dict[str, int]) -> None:
+    losses = []
+    for is_sharded in (False, True):
+        model = _OfFlat()
+        if is_sharded:
+            zero.shard_model(model, config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = (model(torch.ones(2, 8)) - 1).square()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
+
+
 class _Rounded(nn.Parameter):
     """A class whose methods somebody may need."""
 

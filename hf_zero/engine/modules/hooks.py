@@ -87,7 +87,10 @@ class ModuleHooks:
         if entry.stack and entry.backward_call is None and entry.num_calls(module) <= len(entry.stack):
             entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
         # Hooks of users that came later are of the forward, too: what they see, and write, is what it computes with.
-        if next(reversed(module._forward_hooks)) != self._number:
+        if (
+            next(reversed(module._forward_hooks), self._number) != self._number
+            and self._number in module._forward_hooks
+        ):
             cast(OrderedDict[int, Any], module._forward_hooks).move_to_end(self._number)
         is_inside = entry.backward_call is not None or bool(entry.stack)
         entry.stack.append(None)  # before anything can raise: the forward hook pops it in any case

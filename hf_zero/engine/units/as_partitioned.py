@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,7 +32,9 @@ class AsPartitioned:
         wanted: dict[torch.dtype, torch.dtype] = {}
         for p in self._parameters:
             if p.compute_dtype not in wanted:
-                wanted[p.compute_dtype] = function(torch.empty(0, dtype=p.compute_dtype, device="cpu")).dtype
+                wanted[p.compute_dtype] = p.compute_dtype
+                with contextlib.suppress(Exception):  # of one that is no cast, and wants values
+                    wanted[p.compute_dtype] = function(torch.empty(0, dtype=p.compute_dtype, device="cpu")).dtype
             if wanted[p.compute_dtype] != p.compute_dtype and p.param.is_floating_point():
                 setattr(p.param, CAST_TO, wanted[p.compute_dtype])
                 self._has_other_dtypes = True

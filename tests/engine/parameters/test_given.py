@@ -106,6 +106,31 @@ def test_what_has_been_put_back_is_no_rank_s_own(stage: int) -> None:
 
 
 @on_ranks(2, stage=[1, 3])
+def test_what_one_rank_writes_alone_and_puts_back_is_not_compared(stage: int) -> None:
+    """An average of plain tensors, to be validated on the main process; then all clip weights."""
+    model = _model(stage)
+    params = list(model.parameters())
+    wholes = [whole(p).clone() for p in params]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                averages = [0.9 * kept for kept in wholes]
+                for p, average in zip(params, averages, strict=True):
+                    p.copy_(average)
+                model(batch(0, 0))
+                for p, kept in zip(params, wholes, strict=True):
+                    p.copy_(kept)
+        dist.barrier()
+        with torch.no_grad():
+            for p in params:
+                p.clamp_(-0.5, 0.5)
+        square_loss(model, batch(0, 0)).backward()
+        optimizer.step()
+        wholes = [whole(p).clone() for p in params]
+
+
+@on_ranks(2, stage=[1, 3])
 def test_other_libraries_read_a_parameter_at_rest_but_do_not_write_it(stage: int) -> None:
     model = _model(stage)
     param = next(model.parameters())

@@ -426,6 +426,8 @@ class _Copying(Trainer):
         beside = Path(output_dir).parent
         shutil.copy(beside / "args.json", output_dir)
         Path(beside, "newest.txt").write_text(Path(output_dir).name)
+        Path(beside, "new").write_text(Path(output_dir).name)
+        os.replace(beside / "new", beside / "replaced.txt")
 
 
 @on_ranks(2)
@@ -442,7 +444,7 @@ def test_what_a_trainer_puts_into_and_beside_its_checkpoint_is_there(folder: str
     saved = sorted(path for path in place.glob("checkpoint-*"))
     assert saved and all((path / "own.json").read_text() == "1" for path in saved)
     assert all((path / "args.json").read_text() == "{}" for path in saved)
-    assert (place / "newest.txt").read_text() == saved[-1].name
+    assert (place / "newest.txt").read_text() == (place / "replaced.txt").read_text() == saved[-1].name
     assert not list(place.glob(".checkpoint*"))
     make_trainer(folder, 3, output_dir=str(place), **SAVING).train(resume_from_checkpoint=str(saved[-1]))
 
