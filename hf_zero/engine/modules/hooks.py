@@ -87,11 +87,9 @@ class ModuleHooks:
         if entry.stack and entry.backward_call is None and entry.num_calls(module) <= len(entry.stack):
             entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
         # Hooks of users that came later are of the forward, too: what they see, and write, is what it computes with.
-        if (
-            next(reversed(module._forward_hooks), self._number) != self._number
-            and self._number in module._forward_hooks
-        ):
-            cast(OrderedDict[int, Any], module._forward_hooks).move_to_end(self._number)
+        hooks = cast(OrderedDict[int, Any], module._forward_hooks)
+        if self._number in hooks and next(reversed(hooks)) != self._number:
+            hooks.move_to_end(self._number)
         is_inside = entry.backward_call is not None or bool(entry.stack)
         entry.stack.append(None)  # before anything can raise: the forward hook pops it in any case
         if backward is None or entry.is_closed or is_inside or self._is_gathered_elsewhere():
