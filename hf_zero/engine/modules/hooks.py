@@ -13,9 +13,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +86,7 @@ class ModuleHooks:
         if entry.stack and entry.backward_call is None and entry.num_calls(module) <= len(entry.stack):
             entry.reset()  # a call that Ctrl-C has ended: torch does not run its hooks then
         # Hooks of users that came later are of the forward, too: what they see, and write, is what it computes with.
-        hooks = cast(OrderedDict[int, Any], module._forward_hooks)
+        hooks: Any = module._forward_hooks  # an `OrderedDict`, which torch calls a dict
         if self._number in hooks and next(reversed(hooks)) != self._number:
             hooks.move_to_end(self._number)
         is_inside = entry.backward_call is not None or bool(entry.stack)

@@ -85,9 +85,8 @@ def _delete(tensor: Shares, name: str) -> None:
             vars(each).pop(name, None)
 
 
-def raw_version(tensor: Tensor) -> int:
-    """How often a tensor's own memory has been written to."""
-    return cast(int, torch._C.TensorBase._version.__get__(tensor))  # type: ignore[attr-defined]
+# How often a tensor's own memory has been written to; not a function of ours, since every forward asks for every parameter.
+raw_version: Callable[[Tensor], int] = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
 class Record(Protocol):
