@@ -178,23 +178,17 @@ def let_compilers_pass_by(*kinds: type[Tensor]) -> None:
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:
     """Let the rows of `parameter`, and of its aliases, live in the memory of `local` (same shape and dtype)."""
-    if isinstance(parameter, DTensor):
-        rows = parameter._local_tensor
-        if rows.is_inference() or rows.device != local.device:
-            parameter._local_tensor = local
-        else:
-            with torch.no_grad():
-                rows.set_(local)  # type: ignore[call-overload]
-    else:
+    if not isinstance(parameter, DTensor):
         parameter.data = local
+    elif (rows := parameter._local_tensor).is_inference() or rows.device != local.device:
+        parameter._local_tensor = local
+    else:
+        rows.set_(local)  # type: ignore[call-overload]
 
 
 def storage_alias(storage: torch.UntypedStorage, start_bytes: int, num_bytes: int) -> torch.UntypedStorage:
-    """A storage of its own over a range of bytes of `storage`, which it keeps alive.
-
-    Tensors made on it have storage offset 0 (so that `copy.deepcopy` of a `DTensor` works) and a version counter of
-    their own.
-    """
+    """A storage of its own over a range of bytes of `storage`, which it keeps alive. Tensors made on it have storage offset 0
+    (so that `copy.deepcopy` of a `DTensor` works) and a version counter of their own."""
     return cast(torch.UntypedStorage, storage[start_bytes : start_bytes + num_bytes])
 
 

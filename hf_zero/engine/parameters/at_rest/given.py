@@ -32,15 +32,16 @@ def note_given(root: Root, whole: Tensor, is_all: bool) -> None:
         whole: what this rank gives.
         is_all: nothing is left of what `root` was.
     """
-    is_alone = root.param is not None and root.held[0].serving.apart.before(root.param) is not None
-    if (
-        not root.is_cut or is_alone or whole.layout is not torch.strided
-    ):  # what a rank writes alone has rules of its own
+    is_alone = (
+        root.param is not None and root.held[0].serving.apart.before(root.param) is not None
+    )  # and has rules of its own
+    if not root.is_cut or is_alone or whole.layout is not torch.strided:
         return
     values = torch.view_as_real(whole.detach()) if whole.is_complex() else whole.detach()
-    total = values.sum()
-    norm = torch.linalg.vector_norm(values) if values.is_floating_point() else total.abs()
-    numbers = torch.stack([total.double(), norm.double()])
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    total = values.sum(dtype=dtype)
+    norm = torch.linalg.vector_norm(values, dtype=dtype) if values.is_floating_point() else total.abs()
+    numbers = torch.stack([total, norm])
     before = None if is_all else _numbers_of(root)
     _note(root.rows, numbers if before is None else 0.5 * before + numbers)
 
