@@ -30,6 +30,7 @@ from hf_zero.checkpoint.files.manifest import (
     record_of,
 )
 from hf_zero.checkpoint.files.model_plan import FilePlan
+from hf_zero.checkpoint.files.others import keep_own, refuse_foreign
 from hf_zero.checkpoint.files.tensor_file import Source
 from hf_zero.checkpoint.ranks.background import WRITING_S, BackgroundSaves
 from hf_zero.checkpoint.ranks.cooperative import Extents, ranks_that_see, write_plan
@@ -40,31 +41,7 @@ from hf_zero.host import progress
 
 logger = logging.getLogger(__name__)
 
-MARKER = "checkpoint-is-incomplete.txt"  # the Trainer leaves it in a folder before it saves on a signal
-# What the names of files begin with that somebody could resume from.
-_STATES = (
-    "model",
-    "pytorch_model",
-    "adapter_model",
-    "optimizer",
-    "scheduler",
-    "trainer_state",
-    "random_states",
-    "rng_state",
-)
 _open: dict[Path, StagedCheckpoint] = {}
-
-
-def refuse_foreign(folder: Path) -> None:
-    """Raise a `CheckpointError` for a folder that a checkpoint would replace, and that is another library's.
-
-    A folder may have files of the program's own, which it has made before it saves: those come along.
-    """
-    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if MANIFEST not in found and any(name.startswith(_STATES) for name in found):
-        raise CheckpointError(
-            f"{folder} exists already, and is no checkpoint of hf_zero: move it away, or save to another folder"
-        )
 
 
 class StagedCheckpoint:
@@ -203,17 +180,14 @@ class StagedCheckpoint:
             if world.rank == 0:
                 self._finish(manifest, by_rank)
 
-    def _take_along(self) -> None:
-        """What the program has put where the checkpoint will be, and beside where it is written, is not lost."""
-        if self.final.is_dir() and not (self.final / MANIFEST).exists():
-            ignored = shutil.ignore_patterns(MARKER)
-            shutil.copytree(self.final, self.folder, ignore=ignored, copy_function=_copy_new, dirs_exist_ok=True)
+    def _give_back(self) -> None:
+        """What the program has put beside where the checkpoint is written is not lost."""
         for path in self.outer.iterdir():
             if path.is_file() and not path.is_symlink():  # perhaps in place of what it was shown there
                 disk.rename(path, self.final.parent / path.name)
 
     def _finish(self, manifest: Manifest, by_rank: Iterable[Extents]) -> None:
-        self._take_along()
+        self._give_back()
         written: Extents = {}
         for extents in by_rank:
             for name, found in extents.items():
@@ -240,15 +214,11 @@ class StagedCheckpoint:
             recover_one(self.final)
             raise
         disk.sync_folder(self.final.parent)
-        for path in (self.outer, replaced):  # already committed: failing to remove these does not change that
-            if path.exists():
-                with tidying(path):
-                    disk.remove_tree(path)
-
-
-def _copy_new(source: str, target: str) -> None:
-    if not Path(target).exists():
-        shutil.copy2(source, target)
+        with tidying(self.outer):  # already committed: failing to remove these does not change that
+            disk.remove_tree(self.outer)
+        if replaced.exists():
+            with tidying(replaced):
+                _remove_replaced(replaced, self.final)
 
 
 @contextmanager
@@ -291,7 +261,12 @@ def recover_one(final: Path) -> None:
         disk.rename(replaced, final)
         disk.sync_folder(final.parent)
     elif (final / MANIFEST).exists():
-        disk.remove_tree(replaced)
+        _remove_replaced(replaced, final)
+
+
+def _remove_replaced(replaced: Path, final: Path) -> None:
+    keep_own(replaced, final)
+    disk.remove_tree(replaced)
 
 
 def _versions() -> dict[str, str]:

@@ -337,7 +337,7 @@ DAMAGES = {
     "manifest": (lambda folder: flip(folder / MANIFEST, 200), f"{MANIFEST} is damaged"),
     "missing": (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
     "truncated": (lambda folder: no_bytes(folder / "model.safetensors"), "model.safetensors has"),
-    "foreign": (lambda folder: (folder / "x.bin").write_text(""), "x.bin does not belong to it"),
+    "foreign": (lambda folder: (folder / "model-00001-of-00002.safetensors").touch(), "does not belong to it"),
 }
 
 

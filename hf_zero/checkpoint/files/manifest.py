@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from hf_zero.errors import CheckpointError
 
 MANIFEST = "hf_zero_manifest.json"
 SCHEMA = 1
+# What `from_pretrained` may read in place of what a checkpoint wrote; other files there are the program's own.
+WEIGHTS = r"(pytorch_|adapter_|diffusion_pytorch_)?model(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 TEMPLATES = "additional_chat_templates"  # the one folder in which a tokenizer keeps files; not verified
 
 
@@ -216,9 +219,11 @@ def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1,
 
 
 def _misplaced(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """The files that do not belong to a checkpoint, are missing, or have another length: what is wrong, by name."""
-    foreign = sorted(files_in(folder).keys() - {*manifest.files, MANIFEST})
-    found = {name: f"{name} does not belong to it: move it elsewhere" for name in foreign}
+    """The weights that do not belong to a checkpoint, and the files that are missing or have another length: what is wrong."""
+    foreign = sorted(name for name in files_in(folder).keys() - manifest.files.keys() if re.fullmatch(WEIGHTS, name))
+    found = {
+        name: f"{name} does not belong to it, and may be loaded in its place: move it elsewhere" for name in foreign
+    }
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():

@@ -11,7 +11,7 @@ Source: ZeRO++ (arXiv:2306.10209), qwZ and qgZ; blocks as in section 3.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,8 @@ from hf_zero.layout import RowLayout
 
 BLOCK = 256
 _GREATEST = {"int8": 127, "int4": 7}
-_MOST = torch.finfo(torch.float32).max
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_CACHED_BLOCKS = 1024  # a MiB of float32
 
 
 def num_bytes(wire: str, numel: int) -> int:
@@ -35,26 +36,64 @@ def num_bytes(wire: str, numel: int) -> int:
     return blocks * (BLOCK // (1 if wire == "int8" else 2) + 4)
 
 
-def pack(wire: str, values: Tensor) -> Tensor:
-    """Flat values as [num_bytes] uint8: numbers first, then the scales of their blocks."""
+def pack(wire: str, values: Tensor, packed: Tensor | None = None) -> Tensor:
+    """Flat values as [num_bytes] uint8: numbers first, then the scales of their blocks.
+
+    Args:
+        wire: the format.
+        values: [numel].
+        packed: where to write; [num_bytes] of as many values or more, whose rest are zeros.
+    """
+    if packed is None:
+        packed = torch.empty(num_bytes(wire, values.numel()), dtype=torch.uint8, device=values.device)
     if wire == "bfloat16":
-        return values.to(torch.bfloat16).view(torch.uint8)
-    numel = values.numel()
-    if not numel:
-        return values.new_empty(0, dtype=torch.uint8)
-    blocks = values.new_zeros(-(-numel // BLOCK) * BLOCK, dtype=torch.float32)
-    blocks[:numel].copy_(values)
-    table = blocks.view(-1, BLOCK)
+        numbers = packed.view(torch.bfloat16)
+        numbers[: values.numel()].copy_(values)
+        numbers[values.numel() :].zero_()
+        return packed
+    numbers, scales = _parts(wire, packed)
+    full = values.numel() // BLOCK
+    table = values[: full * BLOCK].view(-1, BLOCK)
+    for rows in _pieces(full, values.device):
+        _pack(wire, table[rows], numbers[rows], scales[rows])
+    if full < len(scales):
+        rest = values.new_zeros(len(scales) - full, BLOCK)
+        rest.view(-1)[: values.numel() - full * BLOCK].copy_(values[full * BLOCK :])
+        _pack(wire, rest, numbers[full:], scales[full:])
+    return packed
+
+
+def _parts(wire: str, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, BLOCK or half of it] int8 and [blocks, 1] float32: the numbers and the scales of packed values."""
+    width = BLOCK if wire == "int8" else BLOCK // 2
+    count = packed.numel() // (width + 4)
+    split = count * width
+    return packed[:split].view(torch.int8).view(count, width), packed[split:].view(torch.float32).view(count, 1)
+
+
+def _pieces(count: int, device: torch.device) -> Iterator[slice]:
+    """Blocks to work on at once: on a CPU as many as its caches hold, since one pass over memory costs more than all work."""
+    step = _CACHED_BLOCKS if device.type == "cpu" else max(count, 1)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _pack(wire: str, table: Tensor, numbers: Tensor, scales: Tensor) -> None:
+    """Write the numbers and scales of [blocks, BLOCK] values."""
     greatest = _GREATEST[wire]
-    peaks = table.abs().amax(1, keepdim=True)
-    # Rounded down, so that the greatest of all floats is not unpacked as an infinity; infinities stay what they are.
-    scales = torch.where(peaks.isinf(), peaks, (peaks / greatest).clamp_(max=_MOST / greatest * (1 - 2**-23)))
-    numbers = table.div_(torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0)
-    numbers = numbers.clamp_(-greatest, greatest).to(torch.int8)  # scales as small as floats get have few bits
-    if wire == "int4":
-        low, high = numbers.view(torch.uint8).view(-1, BLOCK // 2, 2).unbind(-1)
-        numbers = (low & 15) | (high << 4)
-    return torch.cat([numbers.reshape(-1).view(torch.uint8), scales.view(-1).view(torch.uint8)])
+    room = table.to(torch.float32).abs()
+    peaks = room.amax(1, keepdim=True)
+    # Rounded down, so that the greatest of all floats is not unpacked as an infinity; infinities stay what they are. A scale
+    # has all bits of a float, so that no number is too great.
+    peaks = torch.where(peaks.isinf(), peaks, (peaks / greatest).clamp_(_LEAST, _MOST / greatest * (1 - 2**-23)))
+    scales.copy_(peaks)
+    torch.div(table, peaks, out=room).round_().nan_to_num_(0.0)
+    if wire == "int8":
+        numbers.copy_(room)
+        return
+    small, out = room.to(torch.int8).view(torch.uint8), numbers.view(torch.uint8)
+    torch.bitwise_left_shift(small[:, BLOCK // 2 :], 4, out=out)
+    out |= small[:, : BLOCK // 2] & 15
 
 
 def unpack(wire: str, packed: Tensor, output: Tensor) -> None:
@@ -62,15 +101,23 @@ def unpack(wire: str, packed: Tensor, output: Tensor) -> None:
     if wire == "bfloat16":
         output.copy_(packed.view(torch.bfloat16)[: output.numel()])
         return
-    count = -(-output.numel() // BLOCK)
-    if not count:
+    numbers, scales = _parts(wire, packed)
+    full = output.numel() // BLOCK
+    table = output[: full * BLOCK].view(-1, BLOCK)
+    for rows in _pieces(full, output.device):
+        _unpack(wire, numbers[rows], scales[rows], table[rows])
+    if left := output.numel() - full * BLOCK:
+        rest = output.new_empty(1, BLOCK)
+        _unpack(wire, numbers[full : full + 1], scales[full : full + 1], rest)
+        output[full * BLOCK :].copy_(rest[0, :left])
+
+
+def _unpack(wire: str, numbers: Tensor, scales: Tensor, output: Tensor) -> None:
+    if wire == "int8":
+        output.copy_(numbers * scales)
         return
-    split = len(packed) - 4 * count
-    scales = packed[split:].view(torch.float32).view(-1, 1)
-    numbers = packed[:split].view(torch.int8).view(count, split // count)
-    if wire == "int4":
-        numbers = torch.stack([(numbers << 4) >> 4, numbers >> 4], -1).view(count, BLOCK)
-    output.copy_((numbers.to(torch.float32) * scales).view(-1)[: output.numel()])
+    output[:, : BLOCK // 2].copy_(((numbers << 4) >> 4) * scales)
+    output[:, BLOCK // 2 :].copy_((numbers >> 4) * scales)
 
 
 class _Then(Exchange):
@@ -146,9 +193,7 @@ class WireCollectives(RowCollectives):
         for item in packed:
             size = num_bytes(wire, item.layout.chunk_numel)
             room = torch.empty(ranks * size, dtype=torch.uint8, device=item.flat.device)
-            own = item.flat.new_zeros(item.layout.chunk_numel)  # the last ranks may have fewer rows
-            own[: item.layout.local_numel(rank)] = item.layout.elements_of(item.flat, rank)
-            room[rank * size : (rank + 1) * size] = pack(wire, own)
+            pack(wire, item.layout.elements_of(item.flat, rank), room[rank * size : (rank + 1) * size])
             sent.append(Rows(room, RowLayout((ranks * size,), ranks)))
         ids = {id(item) for item in packed}
         exchange = self._exact.gather([*(item for item in items if id(item) not in ids), *sent], unit)

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from hf_zero.changes import Changes
-from hf_zero.checkpoint.commit import StagedCheckpoint, newest, refuse_foreign, staged_in, tidying, verify
+from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
 from hf_zero.checkpoint.files import disk
 from hf_zero.checkpoint.files.manifest import MANIFEST, Manifest
+from hf_zero.checkpoint.files.others import refuse_foreign
 from hf_zero.checkpoint.files.rotation import remove_oldest
 from hf_zero.checkpoint.files.stored import whole_name
 from hf_zero.checkpoint.model_state import read_model

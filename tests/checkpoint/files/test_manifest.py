@@ -138,8 +138,6 @@ def damage(path: Path, damage: Damage) -> None:
         shutil.copy(path.parent / "run" / "checkpoint-2" / damage.name, file)
     elif damage.what == "foreign":
         file.write_text("x")
-    elif damage.what == "foreign folder":
-        file.mkdir()
     elif damage.what == "link":
         file.rename(other)
         file.symlink_to(other)
@@ -167,7 +165,7 @@ def all_damages(checkpoint: Path) -> list[Damage]:
     kinds = ("cut", "emptied", "deleted", "longer", "link", "folder")
     everyday = [Damage(kinds[(number + turn) % 6], name) for number, name in enumerate(names) for turn in (0, 3)]
     found = [*everyday, *by_hand(*(Damage(what, name) for name in names for what in kinds))]
-    found += [Damage("swapped", twin), Damage("foreign", "notes.txt"), Damage("foreign folder", "notes")]
+    found += [Damage("swapped", twin), Damage("foreign", "pytorch_model.bin")]
     found += [
         Damage("of another step", name) for name in (twin, "optimizer.safetensors", "trainer_state.json", MANIFEST)
     ]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ _STEPS = {"int8": 254, "int4": 14}
     seed=st.integers(0, 2**16),
     scale=st.sampled_from([1e-20, 1.0, 1e30]),
     name=st.sampled_from(["int8", "int4"]),
+    more=st.integers(0, 700),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_value_is_off_by_half_a_step_of_its_block(numel: int, seed: int, scale: float, name: str) -> None:
+@mock.patch.object(wire, "_CACHED_BLOCKS", 2)
+def test_a_value_is_off_by_half_a_step_of_its_block(numel: int, seed: int, scale: float, name: str, more: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
     packed = wire.pack(name, values)
     assert packed.dtype == torch.uint8 and len(packed) == wire.num_bytes(name, numel)
@@ -44,6 +47,11 @@ def test_a_value_is_off_by_half_a_step_of_its_block(numel: int, seed: int, scale
     again = torch.empty(numel)
     wire.unpack(name, wire.pack(name, found), again)
     assert torch.allclose(again, found, rtol=1e-5, atol=0)
+    longer = torch.empty(numel + more)
+    wire.unpack(
+        name, wire.pack(name, values, torch.full((wire.num_bytes(name, numel + more),), 255, dtype=torch.uint8)), longer
+    )
+    assert torch.equal(longer[:numel], found) and not bool(longer[numel:].any())
 
 
 def test_nothing_is_no_bytes() -> None:

@@ -86,7 +86,7 @@ FAULTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / "optimizer.json").unlink(), "optimizer.json is missing"),
     (lambda folder: flip(folder / "random_states_1.pkl"), "random_states_1.pkl was altered"),
     (lambda folder: (folder / "scheduler.bin").unlink(), "scheduler.bin is missing"),
-    (lambda folder: (folder / "notes.txt").write_text("x"), "notes.txt does not belong to it"),
+    (lambda folder: (folder / "pytorch_model.bin").write_text("x"), "pytorch_model.bin does not belong to it"),
 ]
 
 
@@ -171,13 +171,46 @@ def test_a_save_that_fails_on_one_rank_leaves_the_older_one(tmp_path: Path) -> N
     refused(lambda: accelerator.load_state(place), "CheckpointError", "rank 1: ValueError: nothing to load")
     if rank() == 0:
         (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "thesis.tex").write_text("x")
+        (tmp_path / "mine" / "random_states_0.pkl").write_text("x")
         (tmp_path / "file").write_text("x")
     meet()
-    save_fails(tmp_path / "mine", "mine holds 'thesis.tex'")
+    save_fails(tmp_path / "mine", "mine exists already, and is no checkpoint of hf_zero (it has random_states_0.pkl)")
     save_fails(tmp_path / "file", "file is not a folder")
+    save_fails(Path.cwd(), "programs run in it, and a save replaces the folder")
     assert sorted(os.listdir(tmp_path)) == ["file", "mine", "state"]
-    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    assert os.listdir(tmp_path / "mine") == ["random_states_0.pkl"]
+
+
+# ---- files of the program ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_a_program_keeps_in_its_folder_stays_whatever_is_saved_there(tmp_path: Path) -> None:
+    loop, place = trained(Setup()), tmp_path / "last"
+    kept = {"args.json": "before", "thesis.tex": "before", "runs/day/1/events": "before", "tokenizer/vocab": "between"}
+
+    def put(when: str) -> None:
+        if rank() == 0:
+            for name, content in kept.items():
+                if content == when:
+                    (place / name).parent.mkdir(parents=True, exist_ok=True)
+                    (place / name).write_text(content)
+        meet()
+
+    put("before")
+    for _ in range(3):
+        loop.accelerator.save_state(place)
+        loop.accelerator.load_state(place)
+        put("between")
+        assert {name: (place / name).read_text() for name in kept} == kept
+        meet()
+    loop.accelerator.load_state(place)
+    if rank() == 0:
+        (place / "args.json").write_text("after")  # what is not the checkpoint's may change
+        (place / "thesis.tex").unlink()
+    meet()
+    loop.accelerator.load_state(place)
+    assert sorted(os.listdir(tmp_path)) == ["last"]
 
 
 # ---- names of accelerate --------------------------------------------------------------------------------------------

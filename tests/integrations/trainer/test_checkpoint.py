@@ -412,6 +412,16 @@ def test_a_folder_that_others_wrote_is_told_of_before_the_training(folder: str) 
     assert again.state.global_step == 0
 
 
+class _Adds(TrainerCallback):
+    """Adds to a checkpoint that has been saved."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            inner = Path(args.output_dir, f"checkpoint-{state.global_step}", "further", "deep")
+            inner.mkdir(parents=True)
+            (inner / "metrics.json").write_text(str(state.global_step))
+
+
 class _Copying(Trainer):
     """Writes into its checkpoint's folder before it saves, and copies what lies beside it."""
 
@@ -436,17 +446,22 @@ def test_what_a_trainer_puts_into_and_beside_its_checkpoint_is_there(folder: str
     place = Path(folder, "copying")
     trainer = make_trainer(folder, 3, output_dir=str(place), **SAVING)
     trainer.__class__ = _Copying
+    trainer.add_callback(_Adds())
     if dist.get_rank() == 0:
         place.mkdir(exist_ok=True)
         Path(place, "args.json").write_text("{}")
     dist.barrier()
     trainer.train()
+    dist.barrier()  # rank 0 has added its last
     saved = sorted(path for path in place.glob("checkpoint-*"))
     assert saved and all((path / "own.json").read_text() == "1" for path in saved)
     assert all((path / "args.json").read_text() == "{}" for path in saved)
     assert (place / "newest.txt").read_text() == (place / "replaced.txt").read_text() == saved[-1].name
     assert not list(place.glob(".checkpoint*"))
-    make_trainer(folder, 3, output_dir=str(place), **SAVING).train(resume_from_checkpoint=str(saved[-1]))
+    assert all((path / "further/deep/metrics.json").read_text() == path.name.split("-")[1] for path in saved)
+    resumed = make_trainer(folder, 3, output_dir=str(place), **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == trainer.state.global_step
 
 
 # ---- by a signal ----------------------------------------------------------------------------------------------------
