@@ -121,7 +121,7 @@ MUTATIONS = {
     ),
     "each parameter used at rest is reduced alone": Mutation(
         "engine/backward/accumulation.py",
-        "if is_part and len(self._sums[unit]) < len(unit.trainable()):",
+        "if is_part and len(self._sums[unit]) < len([*filter(is_trainable, unit.parameters)]):",
         "if False:",
         "tests/engine/backward/test_accumulation.py",
     ),

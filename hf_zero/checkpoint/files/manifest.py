@@ -19,6 +19,7 @@ MANIFEST = "hf_zero_manifest.json"
 SCHEMA = 1
 # What `from_pretrained` may read in place of what a checkpoint wrote; other files there are the program's own.
 WEIGHTS = r"(pytorch_|adapter_|diffusion_pytorch_)?model(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+_EDITABLE = re.compile(r"(?!optimizer|.*\.index\.json).*\.(json|jinja|md|txt|ya?ml)")  # by programs and by hand
 TEMPLATES = "additional_chat_templates"  # the one folder in which a tokenizer keeps files; not verified
 
 
@@ -90,8 +91,8 @@ def read_text(folder: Path) -> bytes:
                 f"{folder}: there is no such folder on this host (hosts that share none need a copy each)"
             ) from None
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint of hf_zero: it has no {MANIFEST}. A save that was cut off leaves "
-            "none; take an older checkpoint"
+            f"{folder} is not a complete checkpoint of hf_zero: it has no {MANIFEST}. Another library wrote it, or it "
+            "was copied in parts: take another one, or load its weights with from_pretrained and begin anew"
         ) from None
 
 
@@ -191,7 +192,7 @@ def record_of(path: Path, extents: Iterable[Extent]) -> FileRecord:
 
 
 def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1, *, looks: bool = True) -> list[str]:
-    """What is wrong with the files of a checkpoint; ranks share the reading.
+    """What is wrong with the files of a checkpoint; ranks share the reading. What a program has edited since is not.
 
     Args:
         folder: of the checkpoint.
@@ -215,7 +216,19 @@ def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1,
                     found[name] = problem
             except OSError as error:
                 found[name] = f"{name} cannot be read ({error})"
-    return list(found.values())
+    return [problem for name, problem in found.items() if not _is_edited(folder, name)]
+
+
+def _is_edited(folder: Path, name: str) -> bool:
+    """Whether a file is text that was written after the manifest, and is whole: `config.json`, `trainer_state.json`."""
+    path = folder / name
+    try:
+        if not _EDITABLE.fullmatch(name) or path.stat().st_mtime_ns <= (folder / MANIFEST).stat().st_mtime_ns:
+            return False
+        text = path.read_text(encoding="utf-8")
+        return bool(json.loads(text) if path.suffix == ".json" else text)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def _misplaced(folder: Path, manifest: Manifest) -> dict[str, str]:

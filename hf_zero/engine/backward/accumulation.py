@@ -27,7 +27,7 @@ from hf_zero import torch_compat
 from hf_zero.comm.copies import in_dtypes
 from hf_zero.engine.backward.reduction import Reducer
 from hf_zero.engine.parameters.at_rest.unreduced import UnreducedGradient
-from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.records import ZeroParameter, is_trainable
 from hf_zero.engine.parameters.user_hooks import grad_hooks, have_grad_hooks
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit
@@ -120,7 +120,7 @@ class Accumulation:
         if self.reducer is not None and not waits:
             self.reducer.ready(unit, found)
             return
-        given = {p: found[p] for p in unit.trainable() if p in found}
+        given = {p: found[p] for p in filter(is_trainable, unit.parameters) if p in found}
         if self.reducer is None:
             grads = list(given.values())
             values = in_dtypes(grads, [self._world.precision.reduce_for(grad.dtype) for grad in grads])
@@ -132,7 +132,7 @@ class Accumulation:
             self._add(self._sums[unit], given)
         else:
             self._sums[unit] = given
-        if is_part and len(self._sums[unit]) < len(unit.trainable()):
+        if is_part and len(self._sums[unit]) < len([*filter(is_trainable, unit.parameters)]):
             return
         if not (self._comes_again(unit) and all(map(self.reducer.sends_sums, given))):  # see [Note: one reduction]
             self._reduce_sums(unit, self.reducer)
@@ -154,7 +154,7 @@ class Accumulation:
 
     def _reduce_sums(self, unit: Unit, reducer: Reducer) -> None:
         sums, found = self._sums.pop(unit, {}), {}
-        for p in unit.trainable():
+        for p in filter(is_trainable, unit.parameters):
             total = sums.get(p)
             if self._keeps_whole and (p.has_own_grad or self._follows_no_sync):
                 total = self._take(p, total)

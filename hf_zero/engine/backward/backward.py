@@ -20,7 +20,7 @@ from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_p
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
 from hf_zero.engine.backward.wanted import comes_to, handed_out, is_asked, is_wanted, reaches
-from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.records import ZeroParameter, is_trainable
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks, those_hooked_after
 from hf_zero.engine.parameters.whole import when_exchanged
 from hf_zero.engine.ranks.alike import SameGradients
@@ -139,7 +139,7 @@ class Backward:
     def _make_reducer(self) -> Reducer | None:
         if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.shards_gradients:
             return None
-        trainable = {unit.index: unit for unit in self.gathering.units if unit.trainable()}
+        trainable = {unit.index: unit for unit in self.gathering.units if any(map(is_trainable, unit.parameters))}
         return Reducer(
             trainable,
             self._world,

@@ -1,10 +1,11 @@
 """Buffers that stay the same on every rank, such as the statistics of a batch norm.
 
 [Note: buffers] Each rank's forwards change its own buffers. DDP gives all ranks those of rank 0 at the forward that follows a
-backward with an exchange. Here they travel at the end of that backward, where all ranks are anyway, so that a forward on one
-rank alone waits for nobody; and are put in when the next forward begins, so that until then each rank has its own, which
-scripts average over the ranks. What somebody has written into since is left as it is. Left out is what does not change in
-practice: buffers that are not saved with the model (tables of positions), and large ones of integers (packed weights).
+backward with an exchange, as they are then: scripts may have moved them on since. So does a forward that records gradients. One
+that records none may be of one rank alone, and waits for nobody: what rank 0 had travels at the end of the backward already,
+where all ranks are anyway, and is put in when that forward begins, but for what somebody has written into since (averages over
+the ranks). Until then each rank has its own. Left out is what does not change in practice: buffers that are not saved with the
+model (tables of positions), and large ones of integers (packed weights).
 """
 
 from __future__ import annotations
@@ -87,16 +88,32 @@ class Buffers:
         self._ranks = world.data
         self._is_on = world.config.broadcast_buffers and world.data.num_ranks > 1
         self._came: _Came | None = None
+        self._is_due = False
 
     def exchange(self) -> None:
         """Get the first rank's values: see [Note: buffers]. Called by all ranks together."""
-        if not self._is_on or not (chosen := {id(buffer): (buffer, place) for buffer, place in self._chosen()}):
-            return
+        if self._is_on:
+            self._came = self._get()
+            self._is_due = True
+
+    def _get(self) -> _Came | None:
+        if not (chosen := {id(buffer): (buffer, place) for buffer, place in self._chosen()}):
+            return None
         found = sorted(chosen.values(), key=lambda pair: -pair[0].itemsize)  # so that all are aligned when packed
         own = torch.cat([_bytes_of(buffer) for buffer, _ in found])
         firsts = own.clone()
         self._ranks.broadcast(firsts, 0, "buffers")
-        self._came = _Came([place for _, place in found], own, firsts) if self._ranks.rank else None
+        return _Came([place for _, place in found], own, firsts) if self._ranks.rank else None
+
+    def begin_forward(self, is_of_all: bool) -> None:
+        """Let buffers be rank 0's in a forward that follows a backward.
+
+        Args:
+            is_of_all: it records gradients, and all ranks call it together.
+        """
+        if is_of_all and self._is_due:
+            self._is_due, self._came = False, self._get()
+        self.put_in()
 
     def put_in(self) -> None:
         """Let buffers have what has come, but for those that have been written into since."""

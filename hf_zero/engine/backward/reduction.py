@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from hf_zero.comm.copies import copies_of
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
-from hf_zero.engine.parameters.records import ZeroParameter, add_gradients
+from hf_zero.engine.parameters.records import ZeroParameter, add_gradients, is_trainable
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.keeping import UNLIMITED
@@ -147,7 +147,7 @@ class Reducer:
         for index in self._schedule.rest():
             self._start(index)
         leftover = self._schedule.waiting.copy()
-        parameters = [p for index in sorted(self.units) for p in self.units[index].trainable()]
+        parameters = [p for index in sorted(self.units) for p in filter(is_trainable, self.units[index].parameters)]
         reports = self._agree(parameters, bool(leftover))
         has_leftover, self.lowest_offer = reports.highest.has_leftover, reports.lowest.offer
         self.stays_alike = reports.are_alike("staying")
@@ -186,7 +186,7 @@ class Reducer:
         summed: list[Tensor] = []
         results: list[tuple[ZeroParameter, Tensor, bool]] = []
         num_bytes = 0
-        for p, flat in self._flats(unit.trainable(), gradients):
+        for p, flat in self._flats(filter(is_trainable, unit.parameters), gradients):
             grad, dtypes = gradients.get(p), self.gradient_dtypes[p]
             num_bytes += p.computed.layout.numel * dtypes.sent.itemsize
             if p.is_spread:
@@ -223,7 +223,7 @@ class Reducer:
         return self.world.data.num_ranks if self.world.config.gradient_reduction == "mean" else 1
 
     def _flats(
-        self, parameters: list[ZeroParameter], gradients: dict[ZeroParameter, Tensor]
+        self, parameters: Iterable[ZeroParameter], gradients: dict[ZeroParameter, Tensor]
     ) -> list[tuple[ZeroParameter, Tensor]]:
         """What is reduced of a unit's parameters: flat, and copied, all by one launch, where it is not as it has to be."""
         flats: dict[ZeroParameter, Tensor] = {}

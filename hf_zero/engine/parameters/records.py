@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.host.scratch import Place
 from hf_zero.layout import RowLayout
 
+is_trainable = operator.attrgetter("param.requires_grad")  # of a `ZeroParameter`: whether it gets gradients now
 _set = cast(Callable[[Any, str, Tensor], None], dict.__setitem__)
 
 

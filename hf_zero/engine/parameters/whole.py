@@ -133,8 +133,8 @@ class Whole(Shares, Tensor):
 
     @property
     def grad(self) -> Any:
-        """The parameter's, at rest."""
-        record: Record | None = vars(self).get(RECORD)
+        """The parameter's, at rest; what is compiled is of whole tensors alone."""
+        record: Record | None = None if torch.compiler.is_compiling() else vars(self).get(RECORD)
         return None if record is None else record.param.grad
 
     @grad.setter

@@ -170,10 +170,6 @@ class Unit:
         """Whether modules hold any of its parameters whole, inside `GatheredParameters`."""
         return bool(gathered) and any(p.is_whole_elsewhere for p in self.parameters)
 
-    def trainable(self) -> list[ZeroParameter]:
-        """The parameters that get gradients now."""
-        return [p for p in self.parameters if p.param.requires_grad]
-
     @property
     def is_whole(self) -> bool:
         """Whether the whole tensors may be read."""

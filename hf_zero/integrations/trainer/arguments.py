@@ -34,9 +34,9 @@ from hf_zero.integrations.accelerate.tensor_axis import (
     with_axes,
 )
 from hf_zero.integrations.trainer import patch
-from hf_zero.integrations.trainer.checkpoint import SignalSaves
 from hf_zero.integrations.trainer.metrics import Metrics
 from hf_zero.integrations.trainer.pace import Pace, share_of_time
+from hf_zero.integrations.trainer.signals import SignalSaves
 from hf_zero.parameters import parameters_of
 from hf_zero.plan.summary import Measured, Start, summary, summary_after
 from hf_zero.sharding.active import is_left_whole, is_partitioned

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from hf_zero.changes import Changes
 from hf_zero.checkpoint.commit import StagedCheckpoint, newest, staged_in, tidying, verify
@@ -41,7 +41,7 @@ from hf_zero.host import progress
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
-_SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+_PLAIN_OPTIMIZER, _SCHEDULER, _STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
 _VERIFIED = "_zero_verified"  # an attribute of a Trainer: the checkpoint that is about to be read
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 
@@ -88,10 +88,15 @@ def check_folder(trainer: Any, first: int, world: World) -> None:
     """
     args = trainer.args
     if args.save_strategy != "no" and args.output_dir is not None:
-        world.from_first(lambda: _check_folder(args, first), f"looking into {args.output_dir}", CheckpointError)
+        saves_itself = _saves_itself(trainer)
+        world.from_first(
+            lambda: _check_folder(args, first, saves_itself), f"looking into {args.output_dir}", CheckpointError
+        )
 
 
-def _check_folder(args: Any, first: int) -> None:
+def _check_folder(args: Any, first: int, saves_itself: bool) -> None:
+    if saves_itself and _newest_plain(Path(args.output_dir), saves_itself):
+        return  # nothing is committed
     last = args.max_steps if args.max_steps > 0 else math.inf
     every = args.save_steps if args.save_strategy == "steps" and args.save_steps >= 1 else 1
     for path in Path(args.output_dir).glob("checkpoint-*"):
@@ -205,6 +210,15 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
     engine = engine_under(trainer.model)
     assert engine is not None and engine.model is not None
     world, what = engine.world, f"reading the optimizer of {folder}"
+    if world.from_first(lambda: _is_plain(folder), what, CheckpointError):
+        with world.together(what, CheckpointError):
+            optimizer, scheduler = (
+                torch.load(folder / name, map_location="cpu", weights_only=True)
+                for name in (_PLAIN_OPTIMIZER, _SCHEDULER)
+            )
+        trainer.optimizer.load_state_dict(optimizer)  # whole values, of which each rank keeps its rows
+        trainer.lr_scheduler.load_state_dict(scheduler)
+        return
     saved = world.from_first(lambda: read_state(folder, OPTIMIZER), what, CheckpointError)
     with world.together(what, CheckpointError):
         loaded = LoadedState(saved, trainer.optimizer, engine.model)
@@ -216,14 +230,48 @@ def load_optimizer(trainer: Any, folder: Path) -> None:
     trainer.lr_scheduler.load_state_dict(scheduler)
 
 
+def _is_plain(folder: Path) -> bool:
+    """Whether the optimizer's state is as the plain Trainer saves it."""
+    return not (folder / state_files(OPTIMIZER)[0]).exists() and (folder / _PLAIN_OPTIMIZER).is_file()
+
+
 def load_weights(trainer: Any, folder: Path) -> None:
-    """Verify a checkpoint, unless `find_checkpoint` just has, then read this rank's rows of its weights."""
+    """Verify a checkpoint, unless `find_checkpoint` just has, then read this rank's rows of its weights.
+
+    A folder without a manifest (of `save_pretrained`, of a `_save_checkpoint` of the program's own) is read as it is.
+    """
     engine = engine_under(trainer.model)
     assert engine is not None and engine.model is not None
     wait_for(engine.world)
-    if vars(trainer).pop(_VERIFIED, None) != folder:
+    if vars(trainer).pop(_VERIFIED, None) != folder and _is_to_be_verified(trainer, folder, engine.world):
         verify(folder, engine.world)
     read_model(engine.model, folder, engine.world)
+
+
+def load_best(trainer: Any) -> None:
+    """Load the best checkpoint's weights; if the program has removed it, the model stays as it is, as in the plain Trainer."""
+    engine, folder = engine_under(trainer.model), Path(trainer.state.best_model_checkpoint)
+    assert engine is not None
+    wait_for(engine.world)
+    if engine.world.from_first(folder.is_dir, "looking for the best checkpoint", CheckpointError):
+        load_weights(trainer, folder)
+    elif engine.world.rank == 0:
+        logger.warning("%s, the best checkpoint, is not there any more: the model stays as it is now", folder)
+
+
+def _is_to_be_verified(trainer: Any, folder: Path, world: World) -> bool:
+    """Whether a checkpoint is ours, or is not there; what is left of one of ours is not taken for a plain one."""
+
+    def look() -> bool:
+        is_part = (folder / state_files(OPTIMIZER)[0]).exists() and not _saves_itself(trainer)
+        return is_part or not folder.is_dir() or (folder / MANIFEST).exists()
+
+    return world.from_first(look, f"looking for a manifest in {folder}", CheckpointError)
+
+
+def _saves_itself(trainer: Any) -> bool:
+    """Whether a subclass has a `_save_checkpoint` of its own, which may leave ours out."""
+    return type(trainer)._save_checkpoint is not Trainer._save_checkpoint
 
 
 def wants_weights_only(args: Any) -> bool:
@@ -234,6 +282,9 @@ def wants_weights_only(args: Any) -> bool:
 def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool, goes_on: bool = True) -> str:
     """The folder to resume from: the given one or, for True, the newest one that verifies; the same on every rank.
 
+    What a program's own `_save_checkpoint` has written, or plain data parallelism, has no manifest, and is taken as it is; for
+    True, where nothing else is there.
+
     Raises:
         CheckpointError: on all ranks, if there is none that is whole.
         UsageError: it was written at another global batch size, and `zero_any_batch` is not set.
@@ -242,28 +293,58 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool, goes_on
     assert engine is not None
     world = engine.world
     wait_for(world)
-    if isinstance(wanted, bool):
-        path, manifest = newest(Path(trainer.args.output_dir), step_of, world)
-    else:
+    run = Path(trainer.args.output_dir)
+    plain = world.from_first(
+        lambda: _newest_plain(run, _saves_itself(trainer)), f"looking for a checkpoint in {run}", CheckpointError
+    )
+    if not isinstance(wanted, bool):
         path = world.share(Path(wanted), "the checkpoint to resume from")
-        manifest = verify(path, world)
+        manifest = verify(path, world) if _is_to_be_verified(trainer, path, world) else None
+    elif plain is not None:
+        path, manifest = plain, None
+    else:
+        path, manifest = newest(run, step_of, world)
+    if manifest is None and world.rank == 0:
+        logger.warning("%s has no %s: nothing checks its files", path, MANIFEST)
     if goes_on:
-        _check_goes_on(trainer, path, manifest)
-        progress.note_begin(manifest.step)
+        _check_goes_on(trainer, path, manifest, world)
     vars(trainer)[_VERIFIED] = path
     return str(path)
 
 
-def _check_goes_on(trainer: Any, path: Path, manifest: Manifest) -> None:
+def _newest_plain(run: Path, saves_itself: bool) -> Path | None:
+    """The newest checkpoint of a run of which none is ours."""
+    ours = (MANIFEST,) if saves_itself else (MANIFEST, state_files(OPTIMIZER)[0])
+    found = [path for path in run.glob("checkpoint-*") if step_of(path) is not None and (path / _STATE).is_file()]
+    if any((path / name).exists() for path in found for name in ours):
+        return None
+    return max(found, key=lambda path: step_of(path) or 0, default=None)
+
+
+def _check_goes_on(trainer: Any, path: Path, manifest: Manifest | None, world: World) -> None:
     """Raise unless a training can go on from a checkpoint, judging only by facts that all ranks share."""
-    found = set(map(whole_name, manifest.files))
-    for name in (*state_files(OPTIMIZER), _SCHEDULER, _STATE):
+    step: int = world.from_first(lambda: _step_in(path), f"reading {path / _STATE}", CheckpointError)
+    if manifest is not None and step != manifest.step:
+        raise CheckpointError(
+            f"{path / _STATE} is of step {step}, and the rest of the checkpoint of step {manifest.step}"
+        )
+    progress.note_begin(step)
+    files = (
+        world.from_first(lambda: [p.name for p in path.iterdir()], "a list", CheckpointError)
+        if manifest is None
+        else []
+    )
+    found = set(map(whole_name, files if manifest is None else manifest.files))
+    wanted = [] if _reads_its_own(trainer) else [*state_files(OPTIMIZER), _SCHEDULER]
+    if manifest is None and _PLAIN_OPTIMIZER in found:
+        wanted = wanted[-1:]
+    for name in wanted:
         if name not in found:
             raise CheckpointError(
                 f"{path / name} is missing: it was saved with weights alone, and training cannot go on from there; to "
                 "start anew from its weights, set zero_weights_only=True"
             )
-    expected, ours = manifest.global_batch, global_batch_of(trainer)
+    expected, ours = None if manifest is None else manifest.global_batch, global_batch_of(trainer)
     if expected not in (None, ours) and not getattr(trainer.args, "zero_any_batch", False):
         raise UsageError(
             f"{path} was written with {expected} samples a step, and now it would be {ours} "
@@ -273,50 +354,18 @@ def _check_goes_on(trainer: Any, path: Path, manifest: Manifest) -> None:
         )
 
 
-class SignalSaves:
-    """Makes all ranks save at the same step on SIGTERM (`enable_jit_checkpoint`), which reaches them at different steps.
-
-    Args:
-        manager: the Trainer's `CheckpointManager`, whose request is caught here and repeated on all ranks together.
-        world: the ranks.
-
-    Attributes:
-        has_asked: whether all ranks know that it has come.
-        is_told: whether it has come to this one.
-    """
-
-    def __init__(self, manager: Any, world: World) -> None:
-        self._manager, self._world, self._is_requested = manager, world, False
-        self.has_asked = self.is_told = False
-        if progress.name_of_run() is not None:
-            manager.kill_wait = 0  # an agent waits for nobody for long
-        manager._enable_checkpoint = self._request
-        signal.signal(signal.SIGTERM, manager._original_sigterm_handler or signal.SIG_DFL)
-
-    def listen(self) -> None:
-        """Hear the signal until the training ends: before, another Trainer may train, and an end is an end."""
-        if (
-            signal.getsignal(signal.SIGTERM) != self._manager._sigterm_handler
-        ):  # a training may begin twice before it ends
-            self._manager.setup_signal_handler()
-
-    def _request(self) -> None:
-        self._is_requested = self.is_told = True
-
-    def poll(self, control: Any) -> None:
-        """Save and stop if any rank has received the signal; called by all ranks after a step."""
-        answers = [[int(self._is_requested)]]
-        answers = self._world.everyone.agree(answers[0], "a signal to save")
-        if any(answer for (answer,) in answers):
-            self._is_requested, self.has_asked = False, True
-            control.should_save = control.should_training_stop = True
+def _step_in(path: Path) -> int:
+    try:
+        return int(json.loads((path / _STATE).read_text())["global_step"])
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path / _STATE} is missing: training cannot go on from there; to start anew from its weights, set "
+            "zero_weights_only=True"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / _STATE} is damaged ({error!r}): take an older checkpoint") from error
 
 
-def signal_saves(trainer: Any) -> SignalSaves | None:
-    """Take over the saves that a signal asks of a Trainer; None if the Trainer does not listen for signals."""
-    engine = engine_under(trainer.model)
-    for callback in trainer.callback_handler.callbacks:
-        manager = getattr(callback, "jit_manager", None)
-        if manager is not None and engine is not None:
-            return SignalSaves(manager, engine.world)
-    return None
+def _reads_its_own(trainer: Any) -> bool:
+    """Whether a subclass reads the optimizer's state itself."""
+    return type(trainer)._load_optimizer_and_scheduler is not Trainer._load_optimizer_and_scheduler

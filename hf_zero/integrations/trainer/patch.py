@@ -45,6 +45,7 @@ from hf_zero.integrations.random_state import share_random_state
 from hf_zero.integrations.trainer import checkpoint as trainer_checkpoint
 from hf_zero.integrations.trainer import healing
 from hf_zero.integrations.trainer.checkpoint import engine_under
+from hf_zero.integrations.trainer.signals import signal_saves
 from hf_zero.optim.optimizers import rebind_optimizer
 from hf_zero.sharding.active import is_partitioned
 from hf_zero.sharding.sequence.passes import joined_outputs
@@ -115,7 +116,7 @@ def _wrap_init(original: Callable[..., None], prepare_model: PrepareModel, callb
             original(self, *more, **given)
         for entry in self.callback_handler.callbacks:
             if isinstance(entry, callback):
-                entry.signal_saves = trainer_checkpoint.signal_saves(self)  # type: ignore[attr-defined]
+                entry.signal_saves = signal_saves(self)  # type: ignore[attr-defined]
 
     return wrapped
 
@@ -360,6 +361,6 @@ def _wrap_load_best(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any) -> Any:
         if engine_under(self.model) is None or hasattr(self.model, "peft_config"):
             return original(self)
-        return trainer_checkpoint.load_weights(self, Path(self.state.best_model_checkpoint))
+        return trainer_checkpoint.load_best(self)
 
     return wrapped

@@ -72,7 +72,45 @@ def test_buffers_are_those_of_ddp(stage: int, case: tuple[int, bool]) -> None:
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6), (found, expected)
     evaluations = [each for (each,) in engine.world.everyone.agree_on_floats([found[-1]], "evaluations")]
     assert (evaluations[0] == evaluations[1]) is broadcasts
-    assert engine.world.ledger.total("broadcast").calls == (4 if broadcasts else 0)
+    assert engine.world.ledger.total("broadcast").calls == (4 + 3 if broadcasts else 0)  # and at forwards that train
+
+
+class Centred(nn.Module):
+    """Moves a buffer on after each step, by what its last forward saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+        self.register_buffer("last", torch.zeros(4))
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x)
+        self.last.copy_(found.detach().mean(0))
+        return found - self.centre
+
+    def move(self) -> None:
+        self.centre.lerp_(self.last, 0.5)
+
+
+@on_ranks(2, stage=STAGES)
+def test_buffers_that_are_moved_on_after_a_step_are_those_of_rank_0_in_the_next(stage: int) -> None:
+    found: list[list[float]] = []
+    for wrap in (DistributedDataParallel, lambda model: zero.shard_model(model, stage) and None):
+        torch.manual_seed(0)
+        inner = Centred()
+        model = wrap(inner) or inner
+        optimizer, draw = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(dist.get_rank())
+        losses = []
+        for _ in range(4):
+            loss = model(torch.randn(6, 5, generator=draw)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [float(loss), float(inner.centre.sum())]
+            inner.move()
+        found.append(losses)
+    assert torch.allclose(*map(torch.tensor, found), rtol=1e-5, atol=1e-6), found
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.twins import SHARDED, Net, Twins, batch
+from tests.engine.twins import SHARDED, Net, Twins, batch, whole
 from tests.ranks import by_hand, on_ranks
 
 
@@ -49,6 +49,21 @@ def test_compiled_functions_compute_with_the_whole(stage: int, backend: str) -> 
     with torch.no_grad():
         x = batch(0, 0)
         torch.testing.assert_close(total(twins.model, x), total(twins.reference, x))
+    torch.compiler.reset()
+
+
+@on_ranks(2, stage=SHARDED)
+def test_blocks_are_compiled_anew_for_other_lengths_while_there_are_gradients(stage: int) -> None:
+    torch.compiler.reset()
+    twins = Twins(stage, timeout_s=20)
+    for block in twins.model.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")
+    for length in (4, 6, 9):
+        x = torch.randn(length, 3, generator=torch.Generator().manual_seed(length))
+        for model in (twins.model, twins.reference):
+            model(x).pow(2).mean().backward()
+    for param, other in zip(twins.model.parameters(), twins.reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), other.grad)
     torch.compiler.reset()
 
 

@@ -51,6 +51,7 @@ def test_parts_load_whole_values(stage: int) -> None:
         model.blocks[1].load_state_dict(other.blocks[1].state_dict())
         with torch.no_grad():
             model.enter.weight.copy_(torch.tensor(0.25))
+            model.enter.bias.copy_(0.5)  # a number, which torch takes, too
             model.head.weight.data.copy_(other.head.weight)
     assert_same(twins.model, twins.reference)
     twins.assert_same_output()

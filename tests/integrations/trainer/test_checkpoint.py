@@ -464,6 +464,66 @@ def test_what_a_trainer_puts_into_and_beside_its_checkpoint_is_there(folder: str
     assert resumed.state.global_step == trainer.state.global_step
 
 
+class _Plainly(TrainerCallback):
+    """Makes a checkpoint what the plain Trainer would have written."""
+
+    def on_save(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        place = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if state.is_world_process_zero:
+            torch.save(optimizer.state_dict(), place / "optimizer.pt")
+            for name in (MANIFEST, "optimizer.safetensors", "optimizer.json"):
+                (place / name).unlink()
+
+
+@on_ranks(2, stage=[1, 3])
+@undone
+def test_a_checkpoint_of_the_plain_trainer_goes_on_in_any_stage(folder: str, stage: int) -> None:
+    place = Path(folder, f"plain{stage}")
+    straight = make_trainer(folder, stage, output_dir=str(place), **SHORT)
+    straight.add_callback(_Plainly())
+    straight.train()
+    before = state_of(straight, since=1)
+    resumed = make_trainer(folder, stage, output_dir=f"{place}_on", **SHORT)
+    resumed.train(resume_from_checkpoint=str(place / "checkpoint-1"))
+    assert_same_state(before, state_of(resumed, since=1))
+    again = make_trainer(folder, stage, output_dir=str(place), **{**SHORT, "max_steps": 3})
+    again.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in again.state.log_history if "loss" in entry] == [1, 2, 3]
+    again.state.best_model_checkpoint = f"{place}/checkpoint-9"
+    again._load_best_model()  # which a callback has removed
+    again._load_from_checkpoint(f"{place}/checkpoint-1")
+    with pytest.raises(zero.CheckpointError, match=r"scheduler\.pt is missing"):
+        if dist.get_rank() == 0:
+            (place / "checkpoint-1" / "scheduler.pt").unlink()
+        dist.barrier()
+        again.train(resume_from_checkpoint=str(place / "checkpoint-1"))
+
+
+@on_ranks(2)
+@undone
+def test_text_that_was_edited_after_a_save_counts_as_it_is(folder: str) -> None:
+    place = Path(folder, "edited")
+    make_trainer(folder, 3, output_dir=str(place), **SHORT).train()
+    last = place / "checkpoint-2"
+
+    def edit(name: str, **values: Any) -> None:
+        if dist.get_rank() == 0:
+            content = json.loads((last / name).read_text())
+            (last / name).write_text(json.dumps({**content, **values}))
+        dist.barrier()
+
+    edit("trainer_state.json", save_steps=7)
+    edit("config.json", mine="v2")
+    longer = make_trainer(folder, 3, output_dir=str(place), **{**SHORT, "max_steps": 3})
+    longer.train(resume_from_checkpoint=str(last))
+    assert longer.state.global_step == 3
+    for name, text in (("trainer_state.json", "is of step 9"), ("optimizer.json", "optimizer.json has")):
+        edit(name, global_step=9)
+        with pytest.raises(zero.CheckpointError, match=text):
+            longer.train(resume_from_checkpoint=str(last))
+        edit("trainer_state.json", global_step=2)
+
+
 # ---- by a signal ----------------------------------------------------------------------------------------------------
 
 

@@ -282,7 +282,11 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
 def _note_sources(func: Any, args: Any, written: Sequence[Tensor]) -> None:
     """Of what has been overwritten: what with."""
     name = base_name(func)
-    if name == "copy_" and isinstance(written[0], Root) and (isinstance(args[1], Root) or not args[1].ndim):
+    if (
+        name == "copy_"
+        and isinstance(written[0], Root)
+        and (isinstance(args[1], Root) or not getattr(args[1], "ndim", 0))
+    ):
         note_overwritten(written[0], args[1] if isinstance(args[1], Root) else None)
     elif name in ("zero_", "fill_", "_foreach_zero_"):
         for root in written:
