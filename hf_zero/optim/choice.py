@@ -81,6 +81,12 @@ def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> St
             "parameters, each on one rank (optimizer_on), which do not travel from host memory: use an elementwise optimizer "
             "(AdamW, Lion, ...), mark_elementwise if it is one, or offload.optimizer: none"
         )
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise UsageError(
+            f"{type(optimizer).__name__}.eval() and .train() change parameters by their states, and of parameters that are "
+            "stepped on whole, each on one rank (optimizer_on), the other ranks have none: set optimizer_on: rows if it is "
+            "elementwise, as AdamW is, or use another optimizer"
+        )
     logger.info("%s steps on whole parameters, each on one rank (optimizer_on)", type(optimizer).__name__)
     return OwnerStepping(optimizer)
 

@@ -552,6 +552,27 @@ class _Averaging(Own):
         super().one(param, group)
 
 
+class _WithModes(torch.optim.SGD):
+    """As schedule-free optimizers: its modes change parameters by states."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for param, state in self.state.items():
+            param.lerp_(state["momentum_buffer"], 0.5)
+
+    def train(self) -> None: ...
+
+
+@on_ranks(2)
+def test_an_optimizer_with_modes_does_not_step_on_whole_parameters() -> None:
+    model = nn.Linear(4, 4)
+    zero.shard_model(model, {"stage": 1, "optimizer_on": "whole"})
+    optimizer = _WithModes(model.parameters(), momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(zero.UsageError, match=r"_WithModes.eval\(\) .* set optimizer_on: rows"):
+        optimizer.step()
+
+
 @on_ranks(2, stage=[1, 3])
 def test_an_optimizer_that_exchanges_in_its_step_is_refused(stage: int) -> None:
     torch.manual_seed(0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +211,19 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each value of gradients; `parameters` as of `clip_grad_norm_`."""
         super().clip_grad_value_(_as_they_are_now(parameters), clip_value)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """No effect, as accelerate's own outside of DDP on several GPUs: ranks step together, and loaders stay as they are."""
+        if any(engine_of(each) is not None for each in joinables if isinstance(each, nn.Module)):
+            warnings.warn(
+                "join_uneven_inputs has no effect on models that hf_zero runs: ranks step together, so leave even_batches on",
+                stacklevel=3,
+            )
+            yield
+            return
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole weights on the CPU of every rank that calls it: all of them together, or one alone."""

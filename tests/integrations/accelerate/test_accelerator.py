@@ -230,6 +230,20 @@ def test_saved_model_is_what_the_ranks_hold(stage: int, tmp_path: Path) -> None:
     make_model(CASE).load_state_dict(saved)
 
 
+@on_ranks(RANKS)
+def test_joining_uneven_inputs_has_no_effect_and_says_so() -> None:
+    accelerator = make_accelerator(Loop(stage=1))
+    model, *_ = make_parts(Loop(stage=1))
+    prepared = accelerator.prepare_model(model)
+    joined = accelerator.join_uneven_inputs([prepared], even_batches=False)
+    with (
+        mock.patch.object(type(accelerator), "multi_device", True),  # where accelerate would join
+        pytest.warns(UserWarning, match="no effect on models that hf_zero runs"),
+        joined,
+    ):
+        pass
+
+
 # ---- parts of a loop ------------------------------------------------------------------------------------------------
 
 
