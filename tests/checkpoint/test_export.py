@@ -171,6 +171,9 @@ def test_rank_0_saves_alone_what_all_ranks_save_together(stage: int, collectives
         model.save_pretrained(folder / f"together{step + 1}", max_shard_size="20KB")
     if dist.get_rank() == 0:  # the others are in the barrier
         model.save_pretrained(folder / "alone3", max_shard_size="20KB")
+        model.save_pretrained(folder / "given", max_shard_size="20KB", state_dict=model.state_dict())
+        found, saved = ([*map(load_file, (folder / name).glob("*.safetensors"))] for name in ("given", "alone3"))
+        assert set().union(*found) == set().union(*saved)  # a tied weight once
         for step in (1, 2, 3):
             wanted = {path.name: path.read_bytes() for path in (folder / f"together{step}").iterdir()}
             assert {path.name: path.read_bytes() for path in (folder / f"alone{step}").iterdir()} == wanted
