@@ -3,7 +3,8 @@
 [Note: commit] At every moment, the folder of the final name is either absent or a whole checkpoint. Everything is written to
 `.NAME.staged/NAME`, the manifest last. Then one rename gives the folder its name, and the parent is synced. If a folder of
 that name already exists (a state is saved to the same place again), it first moves to `.NAME.replaced`; `recover` moves it
-back if the process ended between the two renames.
+back if the process ended between the two renames. Files of the program are in either of the two then, see [Note: files of the
+program].
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ class StagedCheckpoint:
         disk.sync_folder(self.folder)
         replaced = _replaced(self.final)
         if self.final.exists():
+            shutil.copymode(self.final, self.folder)
             disk.rename(self.final, replaced)
         try:
             disk.rename(self.folder, self.final)
@@ -218,7 +220,7 @@ class StagedCheckpoint:
             disk.remove_tree(self.outer)
         if replaced.exists():
             with tidying(replaced):
-                _remove_replaced(replaced, self.final)
+                _remove_replaced(self.final)
 
 
 @contextmanager
@@ -254,19 +256,34 @@ def recover(parent: Path, key: Callable[[Path], object] = lambda final: True) ->
 
 def recover_one(final: Path) -> None:
     """Restore the name of one checkpoint, if it was being replaced when the process ended."""
-    replaced = _replaced(final)
+    replaced, removed = _replaced(final), _removed(final)
+    if removed.exists():
+        with tidying(removed):
+            disk.remove_tree(removed)
     if not replaced.exists():
         return
-    if not final.exists():
-        disk.rename(replaced, final)
-        disk.sync_folder(final.parent)
-    elif (final / MANIFEST).exists():
-        _remove_replaced(replaced, final)
+    if (final / MANIFEST).exists():
+        with tidying(replaced):
+            _remove_replaced(final)
+        return
+    if final.exists():  # the program has made it again, for files of its own
+        refuse_foreign(final)
+        keep_own(final, replaced, overwrites=True)
+        disk.remove_tree(final)
+    disk.rename(replaced, final)
+    disk.sync_folder(final.parent)
 
 
-def _remove_replaced(replaced: Path, final: Path) -> None:
+def _remove_replaced(final: Path) -> None:
+    """Remove an older checkpoint, without what is the program's own."""
+    replaced, removed = _replaced(final), _removed(final)
     keep_own(replaced, final)
-    disk.remove_tree(replaced)
+    disk.rename(replaced, removed)  # half removed, it would have no manifest to tell what is a checkpoint's
+    disk.remove_tree(removed)
+
+
+def _removed(final: Path) -> Path:
+    return final.parent / f".{final.name}.removed"
 
 
 def _versions() -> dict[str, str]:

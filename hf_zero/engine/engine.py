@@ -203,12 +203,12 @@ class ZeroEngine:
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         forwards = self._forwards
-        is_training = torch.is_grad_enabled() and not forwards.modules and not torch_compat.in_backward()
-        self.backward.buffers.begin_forward(is_of_all=is_training)
-        if not forwards.modules and self.gathering.has_nothing_to_do():
-            return None
         if forwards.modules and not forwards.are_alive(module):
             self._abandon_forward()
+        records = torch.is_grad_enabled() and not forwards.modules and not torch_compat.in_backward()
+        self.backward.buffers.begin_forward(records_gradients=records)
+        if not forwards.modules and self.gathering.has_nothing_to_do():
+            return None
         is_alone = self.gathering.begins_alone()
         forwards.begin(module)
         if len(forwards.modules) > 1 or torch_compat.in_backward():

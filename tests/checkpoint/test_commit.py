@@ -154,6 +154,37 @@ def test_a_whole_checkpoint_is_found_after_death_at_every_change(save: Save, tmp
     assert turn > 25 and len(found) - turn > 2
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_files_of_the_program_outlive_death_at_every_change(is_first: bool, tmp_path: Path, unsynced: None) -> None:
+    tiny, name = Tiny.make(), "checkpoint-2"
+    base, own = tmp_path / "base" / name, {"args.json": "1", "deep/er/events": "2"}
+    if not is_first:
+        tiny.save(base, 1.0)
+
+    def put(final: Path) -> None:
+        for each, content in own.items():
+            (final / each).parent.mkdir(parents=True, exist_ok=True)
+            (final / each).write_text(content)
+
+    put(base)
+    base.chmod(0o700)
+    for number in itertools.count(1):
+        run = shutil.copytree(base.parent, tmp_path / f"run{number}")
+        died = dies_at(number, lambda run=run: tiny.save(run / name, 2.0))
+        own["args.json"] = str(number)
+        (run / name).mkdir(exist_ok=True)
+        (run / name / "args.json").write_text(own["args.json"])  # as the program does when it starts again
+        tiny.save(run / name, 3.0)
+        assert {each: (run / name / each).read_text() for each in own} == own
+        assert tiny.newest(run) == 3.0
+        assert os.listdir(run) == [name]
+        shutil.rmtree(run)
+        if not died:
+            break
+    tiny.save(base, 4.0)
+    assert base.stat().st_mode & 0o777 == 0o700
+
+
 def assert_next_save_works(tiny: Tiny, run: Path, save: Save) -> None:
     tiny.save(run / f"checkpoint-{save.step}", 3.0)
     assert tiny.newest(run) == 3.0

@@ -17,9 +17,8 @@ from hf_zero.errors import CheckpointError
 
 MANIFEST = "hf_zero_manifest.json"
 SCHEMA = 1
-# What `from_pretrained` may read in place of what a checkpoint wrote; other files there are the program's own.
-WEIGHTS = r"(pytorch_|adapter_|diffusion_pytorch_)?model(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-_EDITABLE = re.compile(r"(?!optimizer|.*\.index\.json).*\.(json|jinja|md|txt|ya?ml)")  # by programs and by hand
+_INDEX = ".index.json"
+_EDITABLE = re.compile(r"(?!optimizer|data_order|.*\.index\.json).*\.json|README\.md")  # by programs and by hand
 TEMPLATES = "additional_chat_templates"  # the one folder in which a tokenizer keeps files; not verified
 
 
@@ -233,9 +232,10 @@ def _is_edited(folder: Path, name: str) -> bool:
 
 def _misplaced(folder: Path, manifest: Manifest) -> dict[str, str]:
     """The weights that do not belong to a checkpoint, and the files that are missing or have another length: what is wrong."""
-    foreign = sorted(name for name in files_in(folder).keys() - manifest.files.keys() if re.fullmatch(WEIGHTS, name))
+    sharded = [name.removesuffix(_INDEX) for name in manifest.files if name.endswith(_INDEX)]
+    foreign = [name for name in sharded if name not in manifest.files and (folder / name).exists()]
     found = {
-        name: f"{name} does not belong to it, and may be loaded in its place: move it elsewhere" for name in foreign
+        name: f"{name} does not belong to it, and would be loaded in its place: move it elsewhere" for name in foreign
     }
     for name, record in manifest.files.items():
         path = folder / name

@@ -2,9 +2,9 @@
 
 [Note: files of the program] Programs put files of their own into a checkpoint's folder: before it is saved (arguments), after
 (a tokenizer, a callback's metrics, a further export), and again when a state is saved to the same place. They are not listed in
-the manifest, nobody checks them, and they stay when a checkpoint replaces an older one. Not so what could be taken for a
-checkpoint: weights that `from_pretrained` would read in place of ours are a damage, and another library's checkpoint is not
-replaced.
+the manifest, nobody checks them, and they stay when a checkpoint replaces an older one. Not so what could be taken for it: a
+`model.safetensors` beside our shards, which `from_pretrained` would read in their place, is a damage; and another library's
+checkpoint is not replaced.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hf_zero.checkpoint.files import disk
-from hf_zero.checkpoint.files.manifest import MANIFEST, WEIGHTS, read_manifest
+from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
 from hf_zero.errors import CheckpointError
 
 MARKER = "checkpoint-is-incomplete.txt"  # the Trainer leaves it in a folder before it saves on a signal
 _STATE = re.compile(
-    rf"{WEIGHTS}|(optimizer|scheduler|sampler)(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state.*\.pth|trainer_state\.json"
+    r"((pytorch|adapter|diffusion_pytorch)_)?model(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|(optimizer|scheduler|sampler)(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state.*\.pth|trainer_state\.json"
 )
-_STATE_FOLDER = re.compile(r"(pytorch_model|optimizer|global_step).*")  # of FSDP's and DeepSpeed's checkpoints
+_STATE_FOLDER = re.compile(
+    r"pytorch_model(_fsdp_\d+)?|optimizer_\d+|global_step\d+"
+)  # of FSDP's and DeepSpeed's checkpoints
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -40,25 +42,31 @@ def _is_state(path: Path) -> bool:
     return (_STATE_FOLDER if path.is_dir() else _STATE).fullmatch(path.name) is not None
 
 
-def keep_own(old: Path, new: Path) -> None:
-    """Move what the program has put into the folder of an older checkpoint to the one that replaces it.
+def keep_own(old: Path, new: Path, *, overwrites: bool = False) -> None:
+    """Move what the program has put into one folder of a checkpoint to another, which takes its place.
 
-    Where both have a file, that of the new checkpoint stays.
+    Args:
+        old: what no checkpoint wrote there is moved.
+        new: where to.
+        overwrites: the program's files there, where both have one; a checkpoint's stay in any case.
     """
     left = {MANIFEST, MARKER}
-    try:
-        left |= read_manifest(old).files.keys()
-    except CheckpointError:  # half removed, damaged, or never one: what is a checkpoint's is told by its name
-        left |= {path.name for path in old.iterdir() if _is_state(path)}
-    _move(old, new, "", left)
+    for folder in (old, new):
+        try:
+            left |= read_manifest(folder).files.keys()
+        except CheckpointError:  # it is none
+            left |= {path.name for path in folder.iterdir() if _is_state(path)}
+    _move(old, new, "", left, overwrites)
 
 
-def _move(old: Path, new: Path, inside: str, left: Collection[str]) -> None:
+def _move(old: Path, new: Path, inside: str, left: Collection[str], overwrites: bool) -> None:
     for path in sorted(old.iterdir()):
         name, target = inside + path.name, new / path.name
-        is_folder = path.is_dir() and not path.is_symlink()
-        if is_folder and (target.is_dir() or any(each.startswith(f"{name}/") for each in left)):
-            _move(path, target, f"{name}/", left)
-        elif name not in left and not os.path.lexists(target):
+        is_there = os.path.lexists(target)
+        holds_others = any(each.startswith(f"{name}/") for each in left) or target.is_dir()
+        if path.is_dir() and not path.is_symlink() and holds_others:
+            if target.is_dir() or not is_there:
+                _move(path, target, f"{name}/", left, overwrites)
+        elif name not in left and ((overwrites and not target.is_dir()) or not is_there):
             target.parent.mkdir(exist_ok=True)
             disk.rename(path, target)

@@ -105,13 +105,9 @@ class Buffers:
         self._ranks.broadcast(firsts, 0, "buffers")
         return _Came([place for _, place in found], own, firsts) if self._ranks.rank else None
 
-    def begin_forward(self, is_of_all: bool) -> None:
-        """Let buffers be rank 0's in a forward that follows a backward.
-
-        Args:
-            is_of_all: it records gradients, and all ranks call it together.
-        """
-        if is_of_all and self._is_due:
+    def begin_forward(self, records_gradients: bool) -> None:
+        """Let buffers be rank 0's in a forward that follows a backward; all ranks call together one that records gradients."""
+        if records_gradients and self._is_due:
             self._is_due, self._came = False, self._get()
         self.put_in()
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.files.manifest import MANIFEST
+from hf_zero.checkpoint.files.manifest import MANIFEST, read_manifest
 from hf_zero.checkpoint.files.rotation import remove_oldest
 from hf_zero.errors import CheckpointError, UsageError
 
@@ -39,6 +39,11 @@ def check_place(final: Path, is_named_here: bool) -> None:
         )
     if final.is_symlink() or not final.is_dir():
         raise CheckpointError(f"{final} is not a folder: choose another name")
+    if (final / MANIFEST).is_file():
+        try:
+            read_manifest(final)
+        except CheckpointError as error:
+            raise CheckpointError(f"{final} cannot be replaced: choose another name, or remove it ({error})") from error
     if os.path.ismount(final) or Path.cwd().is_relative_to(final):
         raise CheckpointError(
             f"{final} is mounted, or programs run in it, and a save replaces the folder: save to a folder inside it"

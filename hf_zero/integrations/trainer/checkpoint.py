@@ -7,12 +7,13 @@ A checkpoint still contains what the Trainer puts there: weights as `save_pretra
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -270,8 +271,13 @@ def _is_to_be_verified(trainer: Any, folder: Path, world: World) -> bool:
 
 
 def _saves_itself(trainer: Any) -> bool:
-    """Whether a subclass has a `_save_checkpoint` of its own, which may leave ours out."""
-    return type(trainer)._save_checkpoint is not Trainer._save_checkpoint
+    """Whether a subclass has a `_save_checkpoint` of its own that does not call the Trainer's."""
+    classes = type(trainer).__mro__
+    for cls in classes[: classes.index(Trainer)]:
+        code = getattr(inspect.unwrap(vars(cls).get("_save_checkpoint", cls)), "__code__", None)
+        if code is not None and not {"super", "_save_checkpoint"}.intersection(code.co_names):
+            return True
+    return False
 
 
 def wants_weights_only(args: Any) -> bool:
@@ -328,13 +334,10 @@ def _check_goes_on(trainer: Any, path: Path, manifest: Manifest | None, world: W
         raise CheckpointError(
             f"{path / _STATE} is of step {step}, and the rest of the checkpoint of step {manifest.step}"
         )
-    progress.note_begin(step)
-    files = (
-        world.from_first(lambda: [p.name for p in path.iterdir()], "a list", CheckpointError)
-        if manifest is None
-        else []
-    )
-    found = set(map(whole_name, files if manifest is None else manifest.files))
+    names: Iterable[str] = [] if manifest is None else manifest.files
+    if manifest is None:
+        names = world.from_first(lambda: os.listdir(path), f"looking into {path}", CheckpointError)
+    found = set(map(whole_name, names))
     wanted = [] if _reads_its_own(trainer) else [*state_files(OPTIMIZER), _SCHEDULER]
     if manifest is None and _PLAIN_OPTIMIZER in found:
         wanted = wanted[-1:]
@@ -352,6 +355,7 @@ def _check_goes_on(trainer: Any, path: Path, manifest: Manifest | None, world: W
             f"{_num_batches(trainer)} ranks): samples would be repeated or left out. Change the batch size or "
             "gradient_accumulation_steps, or set zero_any_batch=True to go on all the same"
         )
+    progress.note_begin(step)
 
 
 def _step_in(path: Path) -> int:

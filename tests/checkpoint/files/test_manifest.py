@@ -168,7 +168,7 @@ def all_damages(checkpoint: Path) -> list[Damage]:
     kinds = ("cut", "emptied", "deleted", "longer", "link", "folder")
     everyday = [Damage(kinds[(number + turn) % 6], name) for number, name in enumerate(names) for turn in (0, 3)]
     found = [*everyday, *by_hand(*(Damage(what, name) for name in names for what in kinds))]
-    found += [Damage("swapped", twin), Damage("foreign", "pytorch_model.bin")]
+    found += [Damage("swapped", twin), Damage("foreign", "model.safetensors")]
     found += [
         Damage("of another step", name) for name in (twin, "optimizer.safetensors", "trainer_state.json", MANIFEST)
     ]

@@ -122,3 +122,20 @@ def test_nothing_is_sent_where_nothing_changes() -> None:
     engine.world.ledger.reset()
     model(torch.ones(2, 5)).sum().backward()
     assert engine.world.ledger.total("broadcast").calls == 0
+
+
+@on_ranks(2, stage=[1, 3])
+def test_a_forward_that_was_interrupted_on_one_rank_does_not_part_the_next(stage: int) -> None:
+    model = _make()
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    model(torch.ones(6, 5)).sum().backward()
+    hook = model[-1].register_forward_pre_hook(_interrupt) if dist.get_rank() else None
+    with torch.no_grad(), contextlib.suppress(KeyboardInterrupt):
+        model(torch.ones(6, 5))
+    if hook is not None:
+        hook.remove()
+    model(torch.ones(6, 5)).sum().backward()
+
+
+def _interrupt(module: nn.Module, args: object) -> None:
+    raise KeyboardInterrupt
