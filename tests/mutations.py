@@ -170,20 +170,20 @@ MUTATIONS = {
     # units
     "stale after an edit": Mutation(
         "engine/units/gathering.py",
-        "        if self._edited:\n            self.on_rows_changed(list(self._edited))",
+        "        if self.edited:\n            self.on_rows_changed(list(self.edited))",
         "        if False:\n            pass",
         "tests/engine/parameters/test_edits.py",
     ),
     "stale after a step that raised": Mutation(
         "engine/units/gathering.py",
-        "            self._edited.update(dict.fromkeys(self._parameters))\n            self._stepping = None",
+        "            self.edited.update(dict.fromkeys(self._parameters))\n            self._stepping = None",
         "            self._stepping = None",
         "tests/test_under_way.py",
     ),
     "nothing is gathered ahead": Mutation(
         "engine/units/gathering.py",
-        "            if not unit.keeps_whole:\n                self._prefetch(coming)",
-        "            pass",
+        "                self._prefetch(self.schedule.use(unit.index))",
+        "                pass",
         "tests/engine/units tests/engine/test_engine.py",
     ),
     "kept units are dropped": Mutation(
@@ -314,6 +314,18 @@ MUTATIONS = {
         "    if False:\n        raise UsageError(",
         "tests/optim",
     ),
+    "buffers stay those that came at the end of a backward": Mutation(
+        "engine/backward/buffers.py",
+        "if records_gradients and self._is_due:",
+        "if False:",
+        "tests/engine/backward/test_buffers.py",
+    ),
+    "compilers see gradients at rest": Mutation(
+        "engine/parameters/whole.py",
+        'of whole tensors alone."""\n        record: Record | None = None if torch.compiler.is_compiling() else vars',
+        'of whole tensors alone."""\n        record: Record | None = vars',
+        "tests/engine/parameters/test_compiled.py",
+    ),
     # checkpoints
     "a damaged file is loaded": Mutation(
         "checkpoint/files/manifest.py",
@@ -326,6 +338,18 @@ MUTATIONS = {
         "        except OSError:\n            recover_one(self.final)\n            raise",
         "        except OSError:\n            raise",
         "tests/checkpoint/test_commit.py",
+    ),
+    "the program's own files are lost": Mutation(
+        "checkpoint/files/others.py",
+        '    _move(old, new, "", left, overwrites)\n\n',
+        "    pass\n\n",
+        "tests/checkpoint/test_commit.py",
+    ),
+    "bits that flip in text count as edits": Mutation(
+        "checkpoint/files/manifest.py",
+        "path.stat().st_mtime_ns <= (folder / MANIFEST).stat().st_mtime_ns",
+        "False",
+        "tests/checkpoint/files/test_manifest.py",
     ),
     "the manifest may leave its folder": Mutation(
         "checkpoint/files/manifest.py",
