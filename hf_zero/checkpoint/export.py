@@ -160,11 +160,8 @@ def _save_alone(
     if state_dict is None:
         state_dict = whole_state_dict(model, names=_names_to_save(model, options))
     sharded = {key: value for key, value in state_dict.items() if isinstance(value, DTensor)}
-    wholes: dict[tuple[int, torch.Size], Tensor] = {}  # by what tied ones have in common
-    for value in sharded.values():
-        place = value.data_ptr(), value.shape
-        wholes[place] = wholes[place] if place in wholes else _alone(value)
-    state_dict = state_dict | {key: wholes[value.data_ptr(), value.shape] for key, value in sharded.items()}
+    wholes = {id_: _alone(value) for id_, value in {_identity(value): value for value in sharded.values()}.items()}
+    state_dict = state_dict | {key: wholes[_identity(value)] for key, value in sharded.items()}
     save(is_main_process=True, state_dict=state_dict, **options)
 
 

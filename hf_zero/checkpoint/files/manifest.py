@@ -219,7 +219,7 @@ def damages(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1,
 
 
 def _is_edited(folder: Path, name: str) -> bool:
-    """Whether a file is text that was written after the manifest, and is whole: `config.json`, `trainer_state.json`."""
+    """Whether a file is JSON, or a readme, that was written after the manifest, and is whole: `config.json` and its like."""
     path = folder / name
     try:
         if not _EDITABLE.fullmatch(name) or path.stat().st_mtime_ns <= (folder / MANIFEST).stat().st_mtime_ns:

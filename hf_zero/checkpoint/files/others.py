@@ -20,11 +20,11 @@ from hf_zero.errors import CheckpointError
 
 MARKER = "checkpoint-is-incomplete.txt"  # the Trainer leaves it in a folder before it saves on a signal
 _STATE = re.compile(
-    r"((pytorch|adapter|diffusion_pytorch)_)?model(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|(optimizer|scheduler|sampler)(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state.*\.pth|trainer_state\.json"
+    r"((pytorch|adapter|diffusion_pytorch)_)?model(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|(optimizer|scheduler|sampler)(_\d+)?\.(bin|pt)|random_states_\d+\.pkl|rng_state.*\.pth|trainer_state\.json"
 )
-_STATE_FOLDER = re.compile(
-    r"pytorch_model(_fsdp_\d+)?|optimizer_\d+|global_step\d+"
-)  # of FSDP's and DeepSpeed's checkpoints
+# Of FSDP's and DeepSpeed's checkpoints.
+_STATE_FOLDER = re.compile(r"pytorch_model(_fsdp_\d+)?|optimizer_\d+|global_step\d+")
 
 
 def refuse_foreign(folder: Path) -> None:

@@ -299,17 +299,17 @@ def find_checkpoint(trainer: Any, wanted: str | os.PathLike[str] | bool, goes_on
     assert engine is not None
     world = engine.world
     wait_for(world)
-    run = Path(trainer.args.output_dir)
-    plain = world.from_first(
-        lambda: _newest_plain(run, _saves_itself(trainer)), f"looking for a checkpoint in {run}", CheckpointError
-    )
-    if not isinstance(wanted, bool):
-        path = world.share(Path(wanted), "the checkpoint to resume from")
-        manifest = verify(path, world) if _is_to_be_verified(trainer, path, world) else None
-    elif plain is not None:
-        path, manifest = plain, None
+    manifest: Manifest | None = None
+    if isinstance(wanted, bool):
+        run, saves_itself = Path(trainer.args.output_dir), _saves_itself(trainer)
+        what = f"looking for a checkpoint in {run}"
+        path = world.from_first(lambda: _newest_plain(run, saves_itself), what, CheckpointError)
+        if path is None:
+            path, manifest = newest(run, step_of, world)
     else:
-        path, manifest = newest(run, step_of, world)
+        path = world.share(Path(wanted), "the checkpoint to resume from")
+        if _is_to_be_verified(trainer, path, world):
+            manifest = verify(path, world)
     if manifest is None and world.rank == 0:
         logger.warning("%s has no %s: nothing checks its files", path, MANIFEST)
     if goes_on:
