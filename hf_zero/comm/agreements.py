@@ -7,7 +7,7 @@ import struct
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -27,6 +27,7 @@ from hf_zero.errors import CollectiveError
 
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _LABEL_BYTES = 96
+_BITS = 62  # of a bitmap that are sent in one int64
 _WITH_LABEL = 30  # values that an agreement sends along with its label
 # Up to so many ranks send an agreement to each other: it takes the time of one message, and each one sees who is missing.
 FEW_RANKS = 8
@@ -52,6 +53,16 @@ def messages_of(num_ranks: int, num_values: int) -> int:
     """How many messages a rank sends for an agreement on so many values."""
     each = num_ranks - 1 if num_ranks <= FEW_RANKS else (num_ranks - 1).bit_length()
     return each * (1 if num_values <= _WITH_LABEL else 2)
+
+
+def words(bitmap: int, count: int) -> list[int]:
+    """A bitmap of `count` bits as int64 values."""
+    return [bitmap >> start & (1 << _BITS) - 1 for start in range(0, count, _BITS)]
+
+
+def bits(of_words: Iterable[int]) -> int:
+    """The bitmap that `words` has made of it."""
+    return sum(word << place * _BITS for place, word in enumerate(of_words))
 
 
 class Agreements:

@@ -60,12 +60,12 @@ def described(error: Exception, kind: type[ZeroError]) -> str:
     return said or type(error).__name__
 
 
-def share(among: Collectives, value: Any, what: str) -> Any:
-    """The first rank's `value` on every rank; the others' values do not matter."""
-    data = bytearray(pickle.dumps(value)) if among.rank == 0 else bytearray()
+def share(among: Collectives, value: Any, what: str, source: int = 0) -> Any:
+    """The `value` of one rank, the first one by default, on every rank; the others' values do not matter."""
+    data = bytearray(pickle.dumps(value)) if among.rank == source else bytearray()
     lengths = among.agree([len(data)], what)
-    text = torch.frombuffer(data or bytearray(lengths[0][0]), dtype=torch.uint8)
-    among.broadcast(text, 0, what)
+    text = torch.frombuffer(data or bytearray(lengths[source][0]), dtype=torch.uint8)
+    among.broadcast(text, source, what)
     return pickle.loads(text.numpy().tobytes())
 
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_zero.comm.agreements import bits, words
 from hf_zero.comm.exchange import Exchange
-from hf_zero.engine.backward.votes import Report, Reports, bitmap, bits, fingerprint, named_by, words
+from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.world import World

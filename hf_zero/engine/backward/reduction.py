@@ -15,6 +15,7 @@ from hf_zero.comm.copies import copies_of
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
+from hf_zero.engine.parameters.at_rest import values
 from hf_zero.engine.parameters.records import ZeroParameter, add_gradients, is_trainable
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
@@ -34,6 +35,7 @@ class _Report(Report):
         sequence_hash: of all that it has gathered and reduced.
         offer: bytes of units that it could keep whole from a forward to its backward, see `Budget.offer`.
         staying: tells apart which would stay whole beyond the backward.
+        values: tells apart which values computed from parameters it keeps, see [Note: made alone].
     """
 
     has_leftover: bool = False
@@ -41,6 +43,7 @@ class _Report(Report):
     sequence_hash: int = 0
     offer: int = UNLIMITED
     staying: int = 0
+    values: int = 0
 
 
 def num_values_agreed(num_parameters: int) -> int:
@@ -151,6 +154,7 @@ class Reducer:
         reports = self._agree(parameters, bool(leftover))
         has_leftover, self.lowest_offer = reports.highest.has_leftover, reports.lowest.offer
         self.stays_alike = reports.are_alike("staying")
+        values.settle(self.world.serving, self.world.everyone, reports.are_alike("values"))
         if has_leftover:
             self._reduce_leftover(leftover)
         while self._in_flight:
@@ -293,6 +297,7 @@ class Reducer:
             sequence_hash=self.world.shards.sequence_hash,
             offer=self.offer(),
             staying=zlib.crc32(str(self.staying()).encode()),
+            values=values.fingerprint(self.world.serving),
         )
         reports = report.agree(self.world.everyone, len(self.gradient_dtypes))
         if not reports.are_alike("sequence_hash"):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, Self, TypeVar
 
+from hf_zero.comm.agreements import bits, words
 from hf_zero.comm.collectives import Collectives
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.errors import CollectiveError, PartitionError
-
-_BITS = 62  # of a bitmap that are sent in one int64
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,6 @@ class Reports(Generic[R]):
     def are_alike(self, name: str) -> bool:
         """Whether all ranks say the same of one field."""
         return bool(getattr(self.lowest, name) == getattr(self.highest, name))
-
-
-def words(bitmap: int, count: int) -> list[int]:
-    """A bitmap of `count` bits as int64 values."""
-    return [bitmap >> start & (1 << _BITS) - 1 for start in range(0, count, _BITS)]
-
-
-def bits(of_words: Iterable[int]) -> int:
-    """The bitmap that `words` has made of it."""
-    return sum(word << place * _BITS for place, word in enumerate(of_words))
 
 
 def fingerprint(trainable: Sequence[ZeroParameter]) -> int:

@@ -62,6 +62,7 @@ class Offers:
         self._changes: list[ChangeCount] = []  # of all of them, those that are gone too
         self._offers: dict[str, Callable[[Any], tuple[Tensor, RowLayout]]] = {_PARAMETERS: self.parameter}
         self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
+        self._questions: dict[str, Callable[[Any], object]] = {}
         self._outliving: set[str] = set()
 
     def add(self, engine: Served) -> Lasting[Served]:
@@ -75,14 +76,16 @@ class Offers:
         key: str,
         give: Callable[[Any], tuple[Tensor, RowLayout]],
         search: Callable[[Tensor], object] | None = None,
+        question: Callable[[Any], object] | None = None,
         outlives_edits: bool = False,
     ) -> None:
         """Let other tensors be asked for, which change by steps only.
 
         Args:
             key: of their kind.
-            give: takes which of them it is; returns this rank's part.
+            give: takes which of them it is, or the question; returns this rank's part.
             search: takes a tensor at rest; returns which of them it is, the same on every rank, or None. None: by whoever asks.
+            question: takes which of them it is; returns what `give` gets instead. None: the same.
             outlives_edits: what is given is right whatever the asker has changed alone since.
         """
         self._offers[key] = give
@@ -90,6 +93,8 @@ class Offers:
             self._outliving.add(key)
         if search is not None:
             self._searches[key] = search
+        if question is not None:
+            self._questions[key] = question
 
     def find(self, tensor: Tensor) -> tuple[str, object] | None:
         """Under which key a tensor is offered, and which it is there; the same on every rank. None: it cannot be asked for."""
@@ -124,6 +129,10 @@ class Offers:
         if key not in self._offers:
             raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
         return self._offers[key](item)
+
+    def question(self, key: str, item: object) -> object:
+        """What is sent to ask for something."""
+        return self._questions[key](item) if key in self._questions else item
 
     def outlives_edits(self, key: str) -> bool:
         """Whether what is given under a key is right whatever the asker has changed alone since."""

@@ -76,6 +76,7 @@ class Serving(Offers):
 
     Attributes:
         name: as given.
+        device: as given.
         apart: parameters that this rank has changed alone.
     """
 
@@ -84,7 +85,7 @@ class Serving(Offers):
     ) -> None:
         super().__init__()
         self.name, self._peers, self._shards = name, peers, tuple(shards)
-        self._timeout_s, self._device = timeout_s, device
+        self._timeout_s, self.device = timeout_s, device
         self.apart = Apart()
         self._edits_at: ProgramPlace | None = None  # and on which line
         self._edits_alone = False
@@ -287,9 +288,9 @@ class Serving(Offers):
 
     def _rows(self, rank: int, key: str, item: object, is_apart: bool = False) -> Tensor:
         assert self._peers is not None
-        began, here = time.monotonic(), self._here(is_apart=is_apart)
+        began, question = time.monotonic(), (self._here(is_apart=is_apart), key, self.question(key, item))
         while True:
-            seen, rows = self._peers.ask(rank, _ROWS, (here, key, item))
+            seen, rows = self._peers.ask(rank, _ROWS, question)
             if seen is _Seen.THERE:
                 return rows
             if seen is _Seen.PAST:

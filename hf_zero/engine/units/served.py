@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.at_rest import values
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.serving import Serving
@@ -41,6 +42,7 @@ class ServedParameters:
         self._parameters, self._gathering = parameters, gathering
         self._numbers = {id(p.param): number for number, p in enumerate(parameters)}
         self._serving, self._reference = serving, serving.add(self)
+        values.serve(serving)
 
     @property
     def is_at_rest(self) -> bool:

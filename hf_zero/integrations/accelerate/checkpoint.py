@@ -43,6 +43,7 @@ from hf_zero.integrations.accelerate.alone import offer_states, whole_states, wh
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
 from hf_zero.integrations.accelerate.hooks import after_load_hooks, after_save_hooks, models_of
 from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
+from hf_zero.integrations.accelerate.plain_states import is_plain, load_plain, newest_plain
 from hf_zero.integrations.accelerate.weight_files import numbered, plan_weights, weights_name
 from hf_zero.integrations.random_state import share_random_state
 from hf_zero.parameters import parameters_of
@@ -215,7 +216,7 @@ class _Checked:
 def load_state(
     accelerator: Any, input_dir: str | os.PathLike[str] | None, allow_pickle: bool, load_kwargs: Mapping[str, Any]
 ) -> None:
-    """Load what `save_state` saved on any number of ranks, under any stage; called by all ranks together.
+    """Load what `save_state` saved on any number of ranks, under any stage, or accelerate's own; called by all ranks together.
 
     Args:
         accelerator: has at least one partitioned model.
@@ -232,6 +233,10 @@ def load_state(
     folder, manifest = _find(accelerator, input_dir, world)
     kwargs = {**load_kwargs, **({"weights_only": False} if allow_pickle else {})}
     what = f"loading {folder}"
+    if manifest is None:
+        step = load_plain(accelerator, folder, world, after_load_hooks(accelerator, folder, world), _read_small, kwargs)
+        progress.note_begin(step, _optimizers(accelerator))
+        return
     prefixes = [numbered(_OPTIMIZER, index) for index in range(len(accelerator._optimizers))]
     saved = world.from_first(lambda: [read_state(folder, prefix) for prefix in prefixes], what, CheckpointError)
     with world.together(what, CheckpointError):
@@ -277,15 +282,17 @@ def load_state(
     progress.note_begin(manifest.step, _optimizers(accelerator))
 
 
-def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> tuple[Path, Manifest]:
-    """The folder to load, verified."""
-    if input_dir is None:
-        return newest(naming_folder(accelerator, "load_state"), number_of, world)
-    folder = Path(input_dir).expanduser().absolute()
+def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: World) -> tuple[Path, Manifest | None]:
+    """The folder to load, verified; without a manifest it is accelerate's own."""
     what = "finding a checkpoint"
+    if input_dir is None:
+        run = naming_folder(accelerator, "load_state")
+        plain = world.from_first(lambda: newest_plain(run, number_of), what, CheckpointError)
+        return newest(run, number_of, world) if plain is None else (plain, None)
+    folder = Path(input_dir).expanduser().absolute()
     world.from_first(lambda: recover_one(folder), what, CheckpointError)
     folder = world.share(folder, what)
-    return folder, verify(folder, world)
+    return folder, None if world.from_first(lambda: is_plain(folder), what, CheckpointError) else verify(folder, world)
 
 
 def _check_files(

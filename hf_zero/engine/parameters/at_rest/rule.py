@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.given import note_computed, note_given, note_overwritten, refuse_unlike
-from hf_zero.engine.parameters.at_rest.lineage import NOTHING, VALUES, Call, copied_over, is_back
+from hf_zero.engine.parameters.at_rest.lineage import NOTHING, Call, copied_over, is_back
 from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
 from hf_zero.engine.parameters.at_rest.operators import (
     Kind,
@@ -24,6 +24,7 @@ from hf_zero.engine.parameters.at_rest.operators import (
     writes_of,
 )
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
+from hf_zero.engine.parameters.at_rest.values import VALUES
 from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
 from hf_zero.engine.ranks.serving import ChangedAloneError
 from hf_zero.engine.ranks.world import World
@@ -259,7 +260,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
         templates.append(cast(Root, roots[0]) if roots else None)
         if roots and not _put_rows(func, group, writes, plain):
             return False, None
-    call = Call.of(func, args, kwargs, len(templates) if kind is Kind.LISTS else None)
+    call = Call.of(func, args, kwargs, len(templates) if kind is Kind.LISTS else None, is_on_rows=True)
     call.begin(written)
     result = _mapped(func, args, kwargs, plain)
     if written:

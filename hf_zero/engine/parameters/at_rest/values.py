@@ -1,0 +1,360 @@
+"""Values at rest that have keys, and what ranks give each other of them.
+
+[Note: made alone] The main process often computes from weights alone and keeps what it gets over the next steps: the best
+weights so far, an average. It has its own rows only. So each rank counts among what it reports at the end of a backward which
+values it keeps. Where ranks differ, they tell each other the keys, and the calls that have made these values since the last
+backward; who lacks a value makes its own rows of it, from weights that no step has changed yet, and keeps them until no rank
+keeps the value any more. A rank that reads a value earlier sends the calls along. What cannot be made so (of weights as they
+were before a step or an edit that came in between) is an error where it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.agreements import bits, words
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.together import share
+from hf_zero.engine.parameters.at_rest.recipes import Key, Recipe, digest
+from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.ranks.offers import GONE
+from hf_zero.engine.ranks.serving import Serving
+from hf_zero.errors import CollectiveError
+from hf_zero.layout import RowLayout
+
+VALUES = "values computed from parameters"
+_LABEL = "values that some ranks have computed alone"
+_MOST_RECIPES = 20_000  # between two backwards: beyond, what was made alone before can be read no more
+_BITS, _PRINT_BYTES = 62, 7  # of a fingerprint, and of a key in it
+_CHANGED = "it has changed the value since: let all ranks run the line that reads"
+_CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_Part = tuple[Tensor, RowLayout]
+
+
+class _Entry(NamedTuple):
+    """A value that has a key.
+
+    Attributes:
+        rows: this rank's.
+        key: its own.
+        layout: which rows are whose.
+        ready: on a device, passes when they are there.
+        world: the name of the ranks that have it.
+    """
+
+    rows: weakref.ref[Tensor]
+    key: Key
+    layout: RowLayout
+    ready: torch.Event | None
+    world: str
+
+
+_entries: dict[int, _Entry] = {}  # by the id of the rows
+
+
+def key_of_parameter(serving: Serving, number: tuple[int, int], tick: int = 0) -> Key:
+    """Of a parameter as it is now."""
+    return digest("a parameter", serving.name, number, serving.version, tick)
+
+
+def key_of_cast(key: Key, dtype: torch.dtype) -> Key:
+    """Of a value in another dtype."""
+    return digest("cast", key, dtype)
+
+
+def key_of_value(root: Root) -> Key | None:
+    """Of what is no engine's parameter; None: it has none."""
+    entry = _entries.get(id(root.rows))
+    return entry.key if entry is not None and entry.rows() is root.rows else None
+
+
+def note(root: Root, key: Key | None, recipe: Recipe | None = None) -> None:
+    """What a tensor is from now on.
+
+    Args:
+        root: the tensor.
+        key: None: nobody can know.
+        recipe: how it has been made, if others can make it so.
+    """
+    world, cut = root.held
+    rows, param, serving = root.rows, root.param, world.serving
+    if key is None:
+        forget(rows)
+    elif root.is_cut and serving.is_asked and (param is None or serving.number_of(param) is None):
+        _keep(serving, rows, key, cut.rows)
+        if recipe is not None:
+            _values_of(serving).remember(key, recipe)
+
+
+def forget(rows: Tensor) -> None:
+    """These rows change without a note here: they are written back to."""
+    _entries.pop(id(rows), None)
+
+
+def rows_with(key: Key) -> list[Tensor]:
+    """This rank's rows of all that has a key."""
+    return [rows for _, rows in _with(key)]
+
+
+def serve(serving: Serving) -> None:
+    """Let its peers ask for values, from now on."""
+    if serving.is_asked:
+        _values_of(serving)
+
+
+def fingerprint(serving: Serving) -> int:
+    """A number that tells apart which values this rank keeps."""
+    values = _by_serving.get(serving)
+    return 0 if values is None else values.fingerprint()
+
+
+def settle(serving: Serving, among: Collectives, are_alike: bool) -> None:
+    """Ranks have told each other which values they keep, and no step has come since: see [Note: made alone].
+
+    Args:
+        serving: theirs.
+        among: them.
+        are_alike: whether they keep the same; the same answer on all of them.
+    """
+    if not are_alike:
+        _values_of(serving).exchange(among)
+    if serving in _by_serving:
+        _by_serving[serving].recipes.clear()
+
+
+def _keep(serving: Serving, rows: Tensor, key: Key, layout: RowLayout) -> None:
+    ready = None if rows.device.type == "cpu" else torch.Event(rows.device)
+    if ready is not None:
+        ready.record()
+    reference = weakref.ref(rows, functools.partial(_forget, id(rows)))
+    _entries[id(rows)] = _Entry(reference, key, layout, ready, serving.name)
+
+
+def _forget(number: int, reference: weakref.ref[Tensor]) -> None:
+    with contextlib.suppress(KeyError):
+        if _entries[number].rows is reference:
+            del _entries[number]
+
+
+def _with(key: Key) -> list[tuple[_Entry, Tensor]]:
+    entries = [entry for entry in list(_entries.values()) if entry.key == key]
+    return [(entry, rows) for entry in entries if (rows := entry.rows()) is not None]
+
+
+# ---- of one world's ranks --------------------------------------------------------------------------------------------
+
+_by_serving: weakref.WeakKeyDictionary[Serving, _Values] = weakref.WeakKeyDictionary()
+
+
+def _values_of(serving: Serving) -> _Values:
+    if serving not in _by_serving:
+        _by_serving[serving] = values = _Values(serving)
+        serving.offer(VALUES, values.give, _search, values.question, outlives_edits=True)
+    return _by_serving[serving]
+
+
+def _search(tensor: Tensor) -> Key | None:
+    return key_of_value(tensor) if isinstance(tensor, Root) else None
+
+
+class _Values:
+    """What ranks give each other.
+
+    Args:
+        serving: theirs.
+
+    Attributes:
+        recipes: of what this rank has made since the last backward, as it went.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = weakref.ref(serving)
+        self.recipes: dict[Key, Recipe] = {}
+        self._adopted: dict[Key, Tensor] = {}  # rows of what other ranks keep
+        self._parted: set[Key] = set()  # what not all can have
+        self._version, self._by_key = -1, dict[Key, tuple[tuple[int, int], torch.dtype | None]]()
+
+    def remember(self, key: Key, recipe: Recipe) -> None:
+        """This rank has made a value."""
+        if len(self.recipes) >= _MOST_RECIPES:
+            self.recipes.clear()
+        self.recipes[key] = recipe
+
+    # --- one rank reads ---------------------------------------------------------------------------------------------
+
+    def question(self, key: Key) -> tuple[Key, dict[Key, Recipe]]:
+        """What is sent to ask for a value."""
+        return key, _needed([key], self.recipes, lambda _: False)
+
+    def give(self, question: tuple[Key, dict[Key, Recipe]]) -> _Part:
+        """This rank's part of a value that it has, or can make.
+
+        Raises:
+            CollectiveError: it cannot, or has several that are not the same.
+        """
+        key, recipes = question
+        found = _with(key)
+        if not found:
+            return self._made_for_another(key, recipes)
+        values = [_on_host(rows, entry) for entry, rows in found]
+        if any(not torch.equal(values[0], value) for value in values):
+            raise CollectiveError("it has several such values, which differ: let all ranks run the line that reads")
+        if len(_with(key)) != len(found):
+            raise CollectiveError(_CHANGED)
+        return values[0], found[0][0].layout
+
+    def _made_for_another(self, key: Key, recipes: dict[Key, Recipe]) -> _Part:
+        serving = self._serving()
+        if serving is None:
+            raise CollectiveError(GONE)
+        with serving.beside(serving.device):
+            operands = {each for recipe in recipes.values() for each in recipe.operands if _with(each)}
+            part = self._made([key], recipes).get(key) or self._of_parameter(key)
+            if part is None:
+                raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
+            rows = part[0].cpu().clone()
+        if not all(map(_with, operands)):
+            raise CollectiveError(_CHANGED)
+        return rows, part[1]
+
+    # --- all settle what they keep ----------------------------------------------------------------------------------
+
+    def fingerprint(self) -> int:
+        """A number that tells apart which values are kept here."""
+        return _sum({entry.key for entry in self._entries()} - self._parted)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def exchange(self, among: Collectives) -> None:
+        """Make what other ranks keep, and drop what they do not any more."""
+        own = self._own()
+        prints = [number for (number,) in among.agree([_sum(own)], _LABEL)]
+        wanted, recipes = dict[Key, str](), dict[Key, Recipe]()
+        for source in sorted({prints.index(number) for number in prints}):
+            kept, made = share(among, (own, self.recipes), _LABEL, source)
+            wanted, recipes = kept | wanted, recipes | made
+        wanted_here = {key: device for key, device in wanted.items() if key not in own}
+        self._adopt(wanted_here, recipes)
+        for key in self._adopted.keys() - wanted_here.keys():
+            del self._adopted[key]
+        keys = sorted(wanted)
+        lacks = sum(1 << place for place, key in enumerate(keys) if key in wanted_here and key not in self._adopted)
+        lacking = among.combine(words(lacks, len(keys)), _LABEL).any_bits if keys else []
+        self._parted = {key for place, key in enumerate(keys) if bits(lacking) >> place & 1}
+        for key in self._parted & self._adopted.keys():
+            del self._adopted[key]
+
+    def _own(self) -> dict[Key, str]:
+        """What the program keeps here, and on which kind of device."""
+        adopted = {id(rows) for rows in self._adopted.values()}
+        alive = [(entry.key, entry.rows()) for entry in self._entries() if id(entry.rows()) not in adopted]
+        return {key: rows.device.type for key, rows in alive if rows is not None}
+
+    def _entries(self) -> list[_Entry]:
+        serving = self._serving()
+        return [] if serving is None else [e for e in list(_entries.values()) if e.world == serving.name]
+
+    def _adopt(self, wanted: dict[Key, str], recipes: dict[Key, Recipe]) -> None:
+        missing = [key for key in wanted if key not in self._adopted]
+        made = self._made(missing, recipes, lambda key: key in wanted or self._adopted.pop(key, None))
+        for key in missing:
+            part = made.pop(key, None) or self._of_parameter(key)
+            if part is not None:
+                rows = part[0].to(self._device(wanted[key]), copy=True)
+                self._adopted[key] = rows
+                serving = self._serving()
+                assert serving is not None
+                _keep(serving, rows, key, part[1])
+
+    # --- how values are made ----------------------------------------------------------------------------------------
+
+    def _made(
+        self, keys: Sequence[Key], recipes: dict[Key, Recipe], after_last_use: Callable[[Key], object] = lambda _: None
+    ) -> dict[Key, _Part]:
+        """Those of `keys` that recipes make of what is here."""
+        needed = _needed(keys, recipes, lambda key: self._part(key) is not None)
+        uses = Counter(operand for recipe in needed.values() for operand in recipe.operands)
+        made = dict[Key, _Part]()
+        for key, recipe in needed.items():
+            parts = {each: made.get(each) or self._part(each) for each in recipe.operands}
+            known = {each: part for each, part in parts.items() if part is not None}
+            if len(known) == len(parts):
+                rows = {each: part[0].to(self._device(recipe.device)) for each, part in known.items()}
+                made[key] = recipe.make(rows.__getitem__), next(iter(known.values()))[1]
+            for operand in recipe.operands:
+                uses[operand] -= 1
+                if not uses[operand] and operand not in keys:
+                    made.pop(operand, None)
+                    after_last_use(operand)
+        return made
+
+    def _part(self, key: Key) -> _Part | None:
+        """This rank's part of what it has, as it is."""
+        for entry, rows in _with(key):
+            if entry.ready is not None:
+                torch.accelerator.current_stream(rows.device).wait_event(entry.ready)
+            return rows, entry.layout
+        return self._of_parameter(key)
+
+    def _of_parameter(self, key: Key) -> _Part | None:
+        """What a copy of a parameter has, as this is now: nobody has to keep a copy for others to read theirs."""
+        serving = self._serving()
+        if serving is None:
+            return None
+        version = serving.version
+        if version != self._version:
+            known = {key_of_parameter(serving, number): number for number in serving.numbers()}
+            self._by_key = {key: (number, None) for key, number in known.items()}
+            for cast in _CASTS:
+                self._by_key |= {key_of_cast(key, cast): (number, cast) for key, number in known.items()}
+            self._version = version
+        if key not in self._by_key:
+            return None
+        number, dtype = self._by_key[key]
+        rows, layout = serving.parameter(number)
+        return (rows.detach() if dtype is None else rows.detach().to(dtype)), layout
+
+    def _device(self, kind: str) -> torch.device:
+        serving = self._serving()
+        return torch.device(kind) if serving is None or serving.device.type != kind else serving.device
+
+
+def _needed(keys: Sequence[Key], recipes: dict[Key, Recipe], has: Callable[[Key], bool]) -> dict[Key, Recipe]:
+    """Those of the recipes that make `keys`, each after those of what it is made of."""
+    found, open_keys = set[Key](), [*keys]
+    while open_keys:
+        key = open_keys.pop()
+        if key in recipes and key not in found and not has(key):
+            found.add(key)
+            open_keys += recipes[key].operands
+    return {key: recipe for key, recipe in recipes.items() if key in found}
+
+
+def _sum(keys: Iterable[Key]) -> int:
+    return sum(int.from_bytes(key[:_PRINT_BYTES], "little") for key in keys) & (1 << _BITS) - 1
+
+
+def _on_host(rows: Tensor, entry: _Entry) -> Tensor:
+    with _after(entry.ready, rows.device):
+        return rows.detach().cpu().clone()
+
+
+@contextlib.contextmanager
+def _after(ready: torch.Event | None, device: torch.device) -> Iterator[None]:
+    """On a device: on a stream beside what is queued behind an event."""
+    if ready is None:
+        yield
+        return
+    aside = torch.Stream(device)
+    aside.wait_event(ready)
+    with aside:
+        yield

@@ -1,0 +1,142 @@
+"""States that accelerate itself has saved, under DDP or in one process: whole tensors, of which each rank keeps its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.checkpointing import load_accelerator_state
+from accelerate.utils import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_zero.checkpoint.files.manifest import MANIFEST
+from hf_zero.checkpoint.optimizer_state import state_files
+from hf_zero.engine.ranks.world import World
+from hf_zero.errors import CheckpointError
+from hf_zero.integrations.accelerate.weight_files import numbered
+
+_DDP = "module."  # before every name, where a state was saved of a wrapped model
+
+
+def is_plain(folder: Path) -> bool:
+    """Whether accelerate itself has saved this state; what is left of one of ours is none."""
+    ours = (MANIFEST, state_files(OPTIMIZER_NAME)[0])
+    if not folder.is_dir() or any((folder / name).exists() for name in ours):
+        return False
+    return any(path.is_file() for path in _weights(folder, 0))
+
+
+def load_plain(
+    accelerator: Any,
+    folder: Path,
+    world: World,
+    models: Sequence[nn.Module],
+    read: Callable[[Path, Mapping[str, Any]], Any],
+    kwargs: Mapping[str, Any],
+) -> int:
+    """Load all that `Accelerator.load_state` loads; called by all ranks together, each of which reads whole tensors.
+
+    Args:
+        accelerator: has at least one partitioned model.
+        folder: the state.
+        world: the ranks.
+        models: those to load, in order.
+        read: reads a pickle.
+        kwargs: of `torch.load`, for schedulers.
+
+    Returns:
+        The steps that an optimizer has counted; 0 if none does.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is changed, if a file is missing, cannot be read, or is of another model.
+    """
+    what = f"loading {folder}"
+    objects = accelerator._custom_objects
+    with world.together(what, CheckpointError):
+        _refuse_missing(accelerator, folder, len(models))
+        states = [_state_of(model, folder, index) for index, model in enumerate(models)]
+        names = [f"{numbered(OPTIMIZER_NAME, index)}.bin" for index in range(len(accelerator._optimizers))]
+        optimizers = [read(folder / name, {"map_location": "cpu", **kwargs}) for name in names]
+        registered = [read(folder / f"custom_checkpoint_{index}.pkl", kwargs) for index in range(len(objects))]
+    with world.together(what, CheckpointError):
+        for model, state in zip(models, states, strict=True):
+            model.load_state_dict(state)
+        for optimizer, state in zip(accelerator._optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        found = load_accelerator_state(
+            str(folder),
+            [],
+            [],
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            accelerator.process_index,
+            accelerator.scaler,
+            load_kwargs=dict(kwargs),
+        )
+        accelerator.step = found.get("step", accelerator.step)
+        for each, state in zip(objects, registered, strict=True):
+            each.load_state_dict(state)
+    counted = [state.get("step", 0) for optimizer in optimizers for state in optimizer["state"].values()]
+    return int(max(counted, default=0))
+
+
+def newest_plain(run: Path, number_of: Callable[[Path], int | None]) -> Path | None:
+    """The state with the highest number in a folder; None where one is ours."""
+    numbered_ones = (
+        {number: path for path in run.iterdir() if (number := number_of(path)) is not None} if run.is_dir() else {}
+    )
+    if any((path / MANIFEST).exists() for path in numbered_ones.values()):
+        return None
+    return next((path for _, path in sorted(numbered_ones.items(), reverse=True) if is_plain(path)), None)
+
+
+def _weights(folder: Path, index: int) -> tuple[Path, Path]:
+    return folder / f"{numbered(SAFE_MODEL_NAME, index)}.safetensors", folder / f"{numbered(MODEL_NAME, index)}.bin"
+
+
+def _refuse_missing(accelerator: Any, folder: Path, num_models: int) -> None:
+    wanted = [list(_weights(folder, index)) for index in range(num_models)]
+    wanted += [[folder / f"{numbered(OPTIMIZER_NAME, i)}.bin"] for i in range(len(accelerator._optimizers))]
+    wanted += [[folder / f"{numbered(SCHEDULER_NAME, i)}.bin"] for i in range(len(accelerator._schedulers))]
+    wanted += [[folder / SCALER_NAME]] if accelerator.scaler is not None else []
+    for paths in wanted:
+        if not any(path.is_file() for path in paths):
+            raise CheckpointError(
+                f"{paths[0]} is missing: fewer objects were prepared when accelerate saved this state; prepare the same ones, "
+                "in the same order"
+            )
+    count = len([*folder.glob("custom_checkpoint_*.pkl")])
+    if count != len(accelerator._custom_objects):
+        raise CheckpointError(
+            f"{folder} has states of {count} registered objects, but {len(accelerator._custom_objects)} are "
+            "registered: call register_for_checkpointing with the same objects, in the same order"
+        )
+
+
+def _state_of(model: nn.Module, folder: Path, index: int) -> dict[str, Any]:
+    """A model's state dict, with names of the model, checked."""
+    safe, pickled = _weights(folder, index)
+    state: dict[str, Any] = (
+        load_file(safe) if safe.is_file() else torch.load(pickled, map_location="cpu", weights_only=True)
+    )
+    wanted = model.state_dict()
+    if all(name.startswith(_DDP) for name in state) and not all(name.startswith(_DDP) for name in wanted):
+        state = {name.removeprefix(_DDP): value for name, value in state.items()}
+    ties: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(param), []).append(name)
+    for names in ties.values():  # of tied weights, safetensors has one
+        known = next((name for name in names if name in state), None)
+        if known is not None:
+            state |= {name: state[known] for name in names if name in wanted}
+    unknown = sorted({*state} ^ {*wanted})
+    unlike = [name for name in state if name in wanted and state[name].shape != wanted[name].shape]
+    if unknown or unlike:
+        raise CheckpointError(
+            f"{safe if safe.is_file() else pickled} is of another model: {', '.join([*unknown, *unlike][:3])}. Prepare the "
+            "model that was saved"
+        )
+    return state
