@@ -201,11 +201,12 @@ TORCH = [
     Seam(
         torch.optim.lr_scheduler, "", "_wrapped_by_lr_sched = True", "StandIn: a scheduler's `step` is of the real one"
     ),
+    Seam(torch.serialization, "", "DEFAULT_PROTOCOL = 2", "tied weights are written once by `torch.save`"),
     Seam(
         importlib.import_module("torch.multiprocessing.reductions"),
         "storage_from_cache",
         "torch.UntypedStorage._new_with_weak_ptr(storage_ref.cdata)",
-        "lineage: plain tensors that are not kept alive",
+        "WeakTensor: plain tensors that are not kept alive",
     ),
     Seam(
         torch.optim.Optimizer, "_patch_step_function", "step.hooked = True", "step_of: the step without torch's hooks"

@@ -221,6 +221,29 @@ def test_an_optimizer_that_was_loaded_first_is_saved_before_its_first_step(stage
     assert not stage or all(isinstance(state["exp_avg"], DTensor) for state in again.state.values())
 
 
+@on_ranks(2, stage=SHARDED, is_alone=[False, True])
+def test_tied_weights_are_saved_once(stage: int, is_alone: bool) -> None:
+    def make() -> nn.Module:
+        model = Net()
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+        return model
+
+    twins = Twins(stage, make)
+    for _ in range(2):
+        twins.step()
+        if is_alone and twins.rank:
+            continue
+        files = [io.BytesIO(), io.BytesIO()]
+        for file, model in zip(files, (twins.model, twins.reference), strict=True):
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+        assert abs(files[0].getbuffer().nbytes - files[1].getbuffer().nbytes) < 1024
+        loaded = torch.load(files[0])
+        torch.testing.assert_close(loaded, dict(twins.reference.state_dict()))
+        assert loaded["blocks.0.up.weight"].data_ptr() == loaded["blocks.1.up.weight"].data_ptr()
+    dist.barrier()
+
+
 @on_ranks(2, stage=[1, 3])
 def test_rank_0_alone_saves_copies_and_averages_that_all_ranks_have_made(stage: int) -> None:
     twins = Twins(stage, optimizer=_adamw)

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.engine.parameters.at_rest.operators import base_name
 from hf_zero.engine.parameters.at_rest.recipes import Called, Key, Recipe, UnknownError, digest
@@ -32,6 +31,7 @@ from hf_zero.engine.parameters.at_rest.values import (
     note,
     rows_with,
 )
+from hf_zero.engine.parameters.at_rest.weak_tensor import WeakTensor
 from hf_zero.engine.ranks.serving import Serving
 
 _COPIES = ("clone", "_to_copy", "contiguous", "lift_fresh")
@@ -64,7 +64,7 @@ class Call:
     """
 
     keys: Sequence[Key | None]
-    source: Key | _Plain | None = None
+    source: Key | WeakTensor | None = None
     called: Sequence[Called | None] = ()
 
     @classmethod
@@ -139,27 +139,7 @@ def note_copy(copy: Root, original: Root) -> None:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-class _Plain:
-    """A plain tensor that is not kept alive.
-
-    Args:
-        tensor: whole.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._taken = tensor.dtype, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-    def tensor(self) -> Tensor | None:
-        """It, if its memory is still there."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return None
-        dtype, device, *place = self._taken
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
-
-
-_copied_over: dict[int, tuple[weakref.ref[Tensor], Key | _Plain]] = {}  # by the id of a parameter's rows
+_copied_over: dict[int, tuple[weakref.ref[Tensor], Key | WeakTensor]] = {}  # by the id of a parameter's rows
 
 
 def copied_over(root: Root) -> Key | Tensor | None:
@@ -182,17 +162,17 @@ def is_back(root: Root) -> bool:
     return isinstance(source, Key) and source == key_of_parameter(root.held[0].serving, number)
 
 
-def _source(written: object, read: object) -> Key | _Plain | None:
+def _source(written: object, read: object) -> Key | WeakTensor | None:
     if not isinstance(written, Root) or not isinstance(written, Tensor) or not isinstance(read, Tensor):
         return None
     if read.dtype != written.dtype or read.shape != written.shape:
         return None
     if isinstance(read, Root):
         return key_of(read) if read.held == written.held else None
-    return _Plain(read) if type(read) in (Tensor, nn.Parameter) and read.device == written.device else None
+    return WeakTensor(read) if type(read) in (Tensor, nn.Parameter) and read.device == written.device else None
 
 
-def _note_source(root: Root, source: Key | _Plain | None) -> None:
+def _note_source(root: Root, source: Key | WeakTensor | None) -> None:
     rows, number = root.rows, id(root.rows)
     if source is None or root.param is None:
         _copied_over.pop(number, None)

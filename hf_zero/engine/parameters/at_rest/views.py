@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
@@ -13,9 +14,12 @@ from torch.utils import _pytree as pytree
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.parameters.at_rest.rule import gather, run
+from hf_zero.engine.parameters.at_rest.weak_tensor import WeakTensor
+from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.errors import UsageError
 
 Step = Callable[[Tensor], Tensor]  # takes a view
+_OF_TORCH_SAVE = 2  # the protocol that it pickles by
 
 
 class Readable(AtRest):
@@ -66,12 +70,28 @@ class Readable(AtRest):
             return self.full_tensor().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the whole tensor: what `torch.save` writes, anyone may load."""
+        """As the whole tensor: what `torch.save` writes, anyone may load; tied weights once."""
         with torch.no_grad():
             whole, tensor = self.full_tensor(), cast(Tensor, self)
+        if protocol == _OF_TORCH_SAVE and isinstance(self, Root):
+            whole = _written_before(self.rows, whole)
         is_param = isinstance(tensor, nn.Parameter)
         saved = nn.Parameter(whole, tensor.requires_grad) if is_param else whole.requires_grad_(tensor.requires_grad)
         return saved.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_whole_of: dict[int, tuple[weakref.ref[Tensor], WeakTensor]] = {}  # by the id of rows: what a save writes of them
+
+
+def _written_before(rows: Tensor, whole: Tensor) -> Tensor:
+    """The whole of these rows as the save that is under way has it already, of another name; else as given."""
+    number = id(rows)
+    of, known = _whole_of.get(number, (None, None))
+    before = known.tensor() if of is not None and known is not None and of() is rows else None
+    if before is not None and before.shape == whole.shape and same_bits(before, whole):
+        return before
+    _whole_of[number] = weakref.ref(rows, lambda _: _whole_of.pop(number, None)), WeakTensor(whole)
+    return whole
 
 
 class View(Readable, Tensor):
