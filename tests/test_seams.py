@@ -217,6 +217,7 @@ TORCH = [
         "_optimizer_state_dict_post_hooks",
         "states of all owners",
     ),
+    Seam(torch.Tensor, "_is_zerotensor", "", "gradients without memory"),
     Seam(torch._C, "_ForceDispatchKeyGuard", "", "as_without_inference_mode"),
     Seam(torch._C, "_dispatch_tls_local_exclude_set", "", "as_without_inference_mode"),
     Seam(torch._C, "_dispatch_tls_local_include_set", "", "as_without_inference_mode"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.checkpoint.ranks.one_writer import save_on_first, saving_alone, world_of_whole
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredAlone, GatheredParameters, gather_whole
+from hf_zero.engine.parameters.at_rest.root import AtRest
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.errors import CheckpointError, UsageError
 from hf_zero.parameters import parameters_of
@@ -56,8 +57,8 @@ def whole_state_dict(model: nn.Module, keep: bool = True, names: Collection[str]
     """
     world = world_of_model(model)
     if world is None or world.all_come("the whole weights of a model", _partitioned(model)):
-        return _whole_state(model, keep, names, lambda value: gather_whole(value, world))
-    return _whole_state(model, keep, names, _alone) if keep else {}
+        return _whole_state(model.state_dict(), keep, names, lambda value: gather_whole(value, world))
+    return _whole_state(model.state_dict(), keep, names, _alone) if keep else {}
 
 
 def _partitioned(model: nn.Module) -> list[Tensor]:
@@ -65,18 +66,17 @@ def _partitioned(model: nn.Module) -> list[Tensor]:
 
 
 def _alone(value: Tensor) -> Tensor:
-    """The whole of a parameter, for a rank whose peers do not take part: see [Note: alone]."""
-    assert isinstance(value, DTensor)
+    """The whole of a tensor at rest, for a rank whose peers do not take part: see [Note: alone]."""
     with torch.no_grad():
-        return value.full_tensor()
+        return cast(DTensor, value).full_tensor()
 
 
 def _whole_state(
-    model: nn.Module, keep: bool, names: Collection[str] | None, gather: Callable[[Tensor], Tensor]
+    entries: Mapping[str, Any], keep: bool, names: Collection[str] | None, gather: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     gathered: dict[tuple[int, int], Tensor] = {}
     state: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
+    for name, value in entries.items():
         if names is not None and name not in names:
             continue
         if not isinstance(value, Tensor):
@@ -85,15 +85,21 @@ def _whole_state(
             continue
         key = _identity(value)
         if key not in gathered:
-            whole = gather(value) if isinstance(value, DTensor) else value.detach()
+            whole = gather(value) if _is_at_rest(value) else value.detach()
             gathered[key] = whole.cpu() if keep else torch.empty(0, device="cpu")
         if keep:
             state[name] = gathered[key]
     return state
 
 
+def _is_at_rest(value: object) -> bool:
+    return isinstance(value, DTensor | AtRest)
+
+
 def _identity(value: Tensor) -> tuple[int, int]:
     """The same for two entries of a tied parameter, even on a rank without rows."""
+    if isinstance(value, AtRest) and not isinstance(value, DTensor):
+        return id(value), 0  # a view
     local = torch_compat.local_of(value)
     return local.untyped_storage()._cdata, int(local.storage_offset())
 
@@ -133,19 +139,36 @@ def save_whole(
         return
     save_directory = one_place(save_directory, world)
     writes = is_main_process and world.rank == 0
-    is_alone = state_dict is None and not hasattr(model, "peft_config") and not kwargs.get("push_to_hub")
-    if is_alone and world.share(writes, "who writes") and write_model(model, Path(save_directory), world, **kwargs):
+    is_given, is_written = world.share((state_dict is not None, writes), "what is written")
+    is_alone = not is_given and not hasattr(model, "peft_config") and not kwargs.get("push_to_hub")
+    if is_alone and is_written and write_model(model, Path(save_directory), world, **kwargs):
         return
     if kwargs.get(_CONVERSION) is not None:
         _save_converted(model, world, original, Path(save_directory), writes, kwargs)
         return
     with GatheredParameters(_computed_with(model)):
-        if state_dict is None or any(isinstance(value, DTensor) for value in state_dict.values()):
+        if is_given:
+            state_dict = _whole_given(state_dict or {}, world, keep=writes)
+        else:
             state_dict = whole_state_dict(model, keep=writes, names=_names_to_save(model, kwargs))
         with world.together(f"saving {save_directory}", CheckpointError, max(WRITING_S, world.limit_s)):
             if writes:
                 with saving_alone():
                     original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+
+
+def _whole_given(given: Mapping[str, Any], world: World, keep: bool) -> dict[str, Any]:
+    """What a rank gives to be written, with whole tensors on the CPU; the others may have been given something else."""
+    at_rest = [name for name, value in given.items() if _is_at_rest(value)]
+    wanted = world.share(at_rest, "the weights that are given")
+    is_like_others = not any(world.everyone.combine([at_rest != wanted], "the weights that are given").highest)
+    if is_like_others:
+
+        def gather(value: Tensor) -> Tensor:
+            return gather_whole(value, world) if isinstance(value, DTensor) else _alone(value)  # a view asks by itself
+
+        return _whole_state(given, keep, None, gather)
+    return _whole_state(given, keep, None, _alone) if keep else {}
 
 
 def _save_alone(
@@ -159,10 +182,7 @@ def _save_alone(
         )
     if state_dict is None:
         state_dict = whole_state_dict(model, names=_names_to_save(model, options))
-    sharded = {key: value for key, value in state_dict.items() if isinstance(value, DTensor)}
-    wholes = {id_: _alone(value) for id_, value in {_identity(value): value for value in sharded.values()}.items()}
-    state_dict = state_dict | {key: wholes[_identity(value)] for key, value in sharded.items()}
-    save(is_main_process=True, state_dict=state_dict, **options)
+    save(is_main_process=True, state_dict=_whole_state(state_dict, True, None, _alone), **options)
 
 
 def _save_converted(

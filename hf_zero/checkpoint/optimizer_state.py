@@ -127,6 +127,11 @@ class _Found:
 
         for key, value in state.items():
             full = f"{name}.{key}"
+            if owners is not None and isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"the state {full!r} is of an optimizer around the one that steps on whole parameters, each on one rank, "
+                    "and a checkpoint cannot hold it: set optimizer_on: every_rank, or rows if it is elementwise"
+                )
             if isinstance(value, Tensor) and value.ndim and value.shape == param.shape:
                 if owners is None:
                     self._keep(full, value, source_of(value))

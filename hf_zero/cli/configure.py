@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace, ask: Callable[[str], str] = input) -> int:
     )
     _write(args.accelerate, _accelerate(int(count), str(precision)), "For `accelerate launch --config_file`.")
     print(f"\nWrote {args.out} and {args.accelerate}. Run:")
-    print(f"  hf-zero launch --config_file {args.accelerate} --zero {args.out} script.py ...")
+    names = (shlex.quote(str(name)) for name in (args.accelerate, args.out))
+    print("  hf-zero launch --config_file {} --zero {} script.py ...".format(*names))
     return 0
 
 

@@ -97,7 +97,8 @@ class ZeroConfig:
         cp_comm_strategy: how these keys come from the other ranks: "allgather" gathers them all; "alltoall" passes slices
             around, so that a rank has two of them at a time (a ring).
         optimizer_on: what optimizers step on: "rows", which is right for elementwise ones alone; "whole" parameters, each on
-            one rank; "auto": rows for those known (or marked by `mark_elementwise`) to be elementwise, else whole ones.
+            one rank; "every_rank": all of them, whole, on every rank, as under DDP; "auto": rows for those known (or marked by
+            `mark_elementwise`) to be elementwise, else whole ones.
         expected_world_size: ranks that the run must have; None: any number.
         async_save: the Trainer's checkpoints are written while training continues, from copies of the rows.
         checkpoint_files: "shared" files of checkpoints are written by several ranks, each its bytes; "per_writer": no file is
@@ -138,7 +139,7 @@ class ZeroConfig:
     ep_size: int = 1
     cp_size: int = 1
     cp_comm_strategy: Literal["allgather", "alltoall"] = "allgather"
-    optimizer_on: Literal["auto", "rows", "whole"] = "auto"
+    optimizer_on: Literal["auto", "rows", "whole", "every_rank"] = "auto"
     expected_world_size: int | None = None
     async_save: bool = False
     checkpoint_files: Literal["shared", "per_writer"] = "shared"
@@ -353,7 +354,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "ep_size": partial(values.count, minimum=1),
     "cp_size": partial(values.count, minimum=1),
     "cp_comm_strategy": partial(values.word, words=("allgather", "alltoall")),
-    "optimizer_on": partial(values.word, words=("auto", "rows", "whole")),
+    "optimizer_on": partial(values.word, words=("auto", "rows", "whole", "every_rank")),
     "expected_world_size": values.world_size,
     "async_save": values.boolean,
     "checkpoint_files": partial(values.word, words=("shared", "per_writer")),

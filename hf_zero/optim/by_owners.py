@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from hf_zero.optim.owners import Owners
 from hf_zero.optim.served import states_of_owners
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Arguments, StepCall, params_of
+from hf_zero.optim.trial import states_of_step
 
 _KEPT, _CHANGED, _DROPPED = 0, 1, 2  # what became of a gradient in a step; the greatest of all ranks counts
 
@@ -28,9 +30,13 @@ class OwnerStepping(RowStepping):
         optimizer: its `state_dict()` has all states from now on, those of other ranks' parameters too.
     """
 
+    owners_class: ClassVar[type[Owners]] = Owners
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self._owners: dict[World, Owners] = {}
+        self._optimizer = weakref.ref(optimizer)
+        self._names: set[Any] | None = None  # of the states that its step makes
         if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # a wrapper may not have called torch's __init__
             optimizer.register_state_dict_post_hook(_add_states_of_others)
 
@@ -48,7 +54,7 @@ class OwnerStepping(RowStepping):
             )
         for world in dict.fromkeys(worlds.values()):
             cut = [p for p in params_of(optimizer) if worlds.get(id(p)) is world and world.layout_of(p).num_ranks > 1]
-            self._owners.setdefault(world, Owners(world)).spread(cut)
+            self._owners.setdefault(world, self.owners_class(world)).spread(cut)
 
     def owned(self, params: Iterable[Tensor], worlds: Mapping[int, World]) -> dict[int, Owners]:
         """See `Stepping.owned`; what is whole on every rank has no owner."""
@@ -69,10 +75,27 @@ class OwnerStepping(RowStepping):
             super()._cut_loaded_state(states, param, known, world, place)
             return
         # Every rank gathers, and then only the owner keeps what it has.
+        kept = {key: value for key, value in states[param].items() if self._is_of_another(key, value)}
         for key, value in states[param].items():
-            states[param][key] = value.full_tensor() if isinstance(value, DTensor) else value
-        if not self._owners[world].owns(param):
-            del states[param]
+            states[param][key] = value.full_tensor() if isinstance(value, DTensor) and key not in kept else value
+        if not self._owners[world].steps_on(param):
+            states[param] = kept
+            if not kept:
+                del states[param]
+
+    def _is_of_another(self, key: Any, value: Any) -> bool:
+        """Whether an optimizer around this one has made a state, at rest, for steps of its own."""
+        if not isinstance(value, DTensor):
+            return False
+        if self._names is None:
+            optimizer = self._optimizer()
+            assert optimizer is not None
+            group = next(group for group in optimizer.param_groups if group["params"])
+            try:
+                self._names = set(states_of_step(optimizer, group, group["params"][0]))
+            except UsageError:
+                return False
+        return key not in self._names
 
     def whole_of(self, param: DTensor) -> nn.Parameter:
         """A plain parameter for the whole, the same one in every step; without values."""
@@ -97,7 +120,7 @@ class OwnedStep(RowStep):
         self._versions: dict[int, int] = {}
 
     def _absent(self) -> set[int]:
-        return {key for key, owners in self._owners.items() if not owners.owns(self._params[key])}
+        return {key for key, owners in self._owners.items() if not owners.steps_on(self._params[key])}
 
     def _take(self) -> None:
         """Give the plain parameters their values and gradients; whole ones travel to their owners."""
@@ -133,7 +156,7 @@ class OwnedStep(RowStep):
         for key, owners in self._owners.items():
             param = self._params[key]
             if self._moves(param):
-                whole = self._plain[key] if owners.owns(param) else None
+                whole = self._plain[key] if owners.steps_on(param) else None
                 values.setdefault(owners, []).append((param, whole))
         for owners, pairs in values.items():
             owners.distribute(pairs, "parameters")
@@ -142,7 +165,7 @@ class OwnedStep(RowStep):
     def _give_gradients(self, owners: Owners) -> None:
         """What a step has done to gradients: dropped, replaced or written into them."""
         keys = [key for key in self._owners if self._owners[key] is owners and key in self._has_grad]
-        kinds = [self._grad_change(key) if owners.owns(self._params[key]) else _KEPT for key in keys]
+        kinds = [self._grad_change(key) if owners.steps_on(self._params[key]) else _KEPT for key in keys]
         by_rank = owners.world.everyone.agree(kinds, "gradients that a step has changed")
         changed: list[tuple[DTensor, Tensor | None]] = []
         for key, kind in zip(keys, map(max, zip(*by_rank, strict=True)), strict=True):
@@ -169,7 +192,7 @@ class OwnedStep(RowStep):
         owners = self._owners.get(id(param))
         if owners is None:
             return super()._state_of(param, state, before)
-        return state if owners.owns(param) else None
+        return state if owners.steps_on(param) else None  # what the others have beside it stays
 
 
 def _without_values(param: Tensor) -> Tensor:

@@ -13,14 +13,15 @@ from hf_zero.engine.engine import live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.optim.by_owners import OwnerStepping
-from hf_zero.optim.kinds import is_elementwise, is_known, wrapped_optimizers
+from hf_zero.optim.kinds import attribute_with_parameters, is_elementwise, is_known, wrapped_optimizers
 from hf_zero.optim.offloaded.from_disk import DiskStepping
 from hf_zero.optim.offloaded.to_host import HostStepping
+from hf_zero.optim.on_every_rank import EveryRankStepping
 from hf_zero.optim.on_rows import RowStepping
 from hf_zero.optim.served import serve_states
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Stepping, params_of
-from hf_zero.optim.trial import depends_on_others, exchanges
+from hf_zero.optim.trial import depends_on_others, exchanges, why_not_tried
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,13 @@ def stepping_of(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -
 
 
 def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> Stepping:
-    _refuse_exchanges(optimizer)
-    _refuse_across_parameters(optimizer)
     wanted, offload = _agreed(optimizer, worlds, "optimizer_on"), _agreed(optimizer, worlds, "offload")
+    is_everywhere = wanted == "every_rank"
+    if not is_everywhere:
+        _refuse_exchanges(optimizer)
+        _refuse_across_parameters(optimizer)
+    if wanted == "auto":
+        _refuse_unknown(optimizer)
     on_rows = _goes_by_rows(optimizer, wanted)
     if offload.optimizer == "disk":
         _refuse_streaming(optimizer, on_rows)
@@ -81,11 +86,14 @@ def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> St
             "parameters, each on one rank (optimizer_on), which do not travel from host memory: use an elementwise optimizer "
             "(AdamW, Lion, ...), mark_elementwise if it is one, or offload.optimizer: none"
         )
+    if is_everywhere:
+        logger.info("%s steps on all parameters, whole, on every rank (optimizer_on)", type(optimizer).__name__)
+        return EveryRankStepping(optimizer)
     if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
         raise UsageError(
             f"{type(optimizer).__name__}.eval() and .train() change parameters by their states, and of parameters that are "
             "stepped on whole, each on one rank (optimizer_on), the other ranks have none: set optimizer_on: rows if it is "
-            "elementwise, as AdamW is, or use another optimizer"
+            "elementwise, as AdamW is, or optimizer_on: every_rank"
         )
     logger.info("%s steps on whole parameters, each on one rank (optimizer_on)", type(optimizer).__name__)
     return OwnerStepping(optimizer)
@@ -98,7 +106,7 @@ def _minds(optimizer: torch.optim.Optimizer, world: World) -> bool:
 
 
 def _goes_by_rows(optimizer: torch.optim.Optimizer, wanted: str) -> bool:
-    return wanted == "rows" or (wanted != "whole" and is_elementwise(optimizer))
+    return wanted == "rows" or (wanted == "auto" and is_elementwise(optimizer))
 
 
 def _agreed(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World], key: str) -> Any:
@@ -138,8 +146,21 @@ def _refuse_exchanges(optimizer: torch.optim.Optimizer) -> None:
     raise UsageError(
         f"the step of {type(optimizer).__name__} calls torch.distributed, but hf_zero has averaged the gradients already, and "
         "each rank steps on its part of the parameters only: use the optimizer's class for a single process (of Muon's, "
-        "SingleDeviceMuon; or torch.optim.Muon), or stage 0"
+        "SingleDeviceMuon; or torch.optim.Muon), or optimizer_on: every_rank"
     )
+
+
+def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer goes through parameters in a way of its own, and nothing says whether it minds several at once."""
+    if is_elementwise(optimizer) or (attribute := attribute_with_parameters(optimizer)) is None:
+        return
+    error = why_not_tried(optimizer)
+    if error is not None:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps parameters in {attribute!r}, and its step cannot be tried on two tiny ones "
+            f"({type(error).__name__}: {error}), so hf_zero cannot tell whether a rank may step on some of them only: set "
+            "optimizer_on: every_rank, or whole if it sees to each parameter by itself"
+        )
 
 
 def _refuse_across_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -158,5 +179,5 @@ def _refuse_across_parameters(optimizer: torch.optim.Optimizer) -> None:
     if why is not None:
         raise UsageError(
             f"{type(optimizer).__name__} {why}, but a rank steps on its part of the parameters only: use an optimizer that "
-            "sees to each parameter by itself (AdamW, Muon, Adafactor, ...), or stage 0"
+            "sees to each parameter by itself (AdamW, Muon, Adafactor, ...), or optimizer_on: every_rank (whole states on each)"
         )

@@ -94,6 +94,25 @@ def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opt
     return list(dict.fromkeys(found))
 
 
+def attribute_with_parameters(optimizer: torch.optim.Optimizer) -> str | None:
+    """An attribute, beside its groups and states, in which an optimizer keeps parameters that it holds; None: there is none."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and _has(value, held, set()):
+            return name
+    return None
+
+
+def _has(value: Any, held: set[int], seen: set[int]) -> bool:
+    if id(value) in held:
+        return True
+    if not isinstance(value, list | tuple | set | dict) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    entries = [*value, *value.values()] if isinstance(value, dict) else value
+    return any(_has(entry, held, seen) for entry in entries)
+
+
 def minds_all(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer, or one that it wraps, may change parameters that have no gradient."""
     kinds = {type(each).__module__ for each in (optimizer, *wrapped_optimizers(optimizer))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from hf_zero.optim.choice import stepping_of, worlds_of
 from hf_zero.optim.offloaded.room_on_host import check_room
 from hf_zero.optim.on_rows import choose_fused
 from hf_zero.optim.owners import Owners
-from hf_zero.optim.stand_in import STEPPING
+from hf_zero.optim.stand_in import NOT_SWAPPED, STEPPING
 from hf_zero.optim.stepping import StepCall, Stepping, params_of
 
 
@@ -211,6 +212,35 @@ def _hold_current(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> None:
     for old in [param for param in states if is_replaced(param) and _current(param, engine) is not param]:
         states[_current(old, engine)] = states.pop(old)
         vars(optimizer).pop("_zero_checked_state", None)
+    for name, value in [each for each in vars(optimizer).items() if each[0] not in NOT_SWAPPED]:
+        now = _renewed(value, engine, set())
+        if now is not value:
+            vars(optimizer)[name] = now
+
+
+def _renewed(value: Any, engine: ZeroEngine, seen: set[int]) -> Any:
+    """What an attribute holds, with parameters that an engine has now; lists, dicts and sets stay the same ones."""
+    if is_replaced(value):
+        return _current(value, engine)
+    if isinstance(value, list | tuple | set | deque):
+        entries: list[Any] = list(value)
+    elif isinstance(value, dict):
+        entries = [*value, *value.values()]
+    else:
+        return value
+    if id(value) in seen:
+        return value
+    seen.add(id(value))
+    now = [_renewed(entry, engine, seen) for entry in entries]
+    if all(new is old for new, old in zip(now, entries, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(now) if type(value) is tuple else type(value)(*now)
+    if isinstance(value, dict):
+        now = list(zip(now[: len(value)], now[len(value) :], strict=True))
+    value.clear()
+    (value.extend if isinstance(value, list | deque) else value.update)(now)
+    return value
 
 
 def _rebind_late(optimizer: torch.optim.Optimizer) -> None:

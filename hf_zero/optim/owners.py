@@ -55,7 +55,7 @@ class Owners:
         self._loads = [0] * world.num_shards
 
     def __deepcopy__(self, memo: dict[int, object]) -> Owners:
-        return Owners(self.world)  # a copied optimizer has parameters of its own
+        return type(self)(self.world)  # a copied optimizer has parameters of its own
 
     def spread(self, params: Sequence[Tensor]) -> None:
         """Choose owners for parameters that have none, so that none has much more than others."""
@@ -74,6 +74,10 @@ class Owners:
     def owns(self, param: Tensor) -> bool:
         """Whether this rank is the owner."""
         return self.owner_of(param) == self.world.shard_rank
+
+    def steps_on(self, param: Tensor) -> bool:
+        """Whether this rank computes the parameter's step."""
+        return self.owns(param)
 
     def layout_of(self, param: Tensor, shape: tuple[int, ...]) -> OwnerLayout:
         """How a state of this shape lies on the ranks: whole on the parameter's owner."""

@@ -70,6 +70,7 @@ class StandIn:
             self.stand_in.state = known.setdefault(id(optimizer.state), defaultdict(dict))
         self._given: dict[str, Any] = {}
         self._containers: list[tuple[Any, Any]] = []  # of the optimizer, and what stands for each
+        self._tuples: list[tuple[Any, Any]] = []  # likewise; nothing in them changes
         self._inner: dict[int, Any] = {}  # id(what stands for an inner optimizer or a group) -> the real one
 
     def _present(self, number: int, group: dict[str, Any], absent: set[int]) -> dict[str, Any]:
@@ -148,8 +149,7 @@ class StandIn:
         )
 
     def _remembered(self, old: Any, new: Any) -> Any:
-        if not isinstance(old, tuple):
-            self._containers.append((old, new))
+        (self._tuples if isinstance(old, tuple) else self._containers).append((old, new))
         return new
 
     # --- what has changed ---------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class StandIn:
 
     def _take_containers(self) -> None:
         real = dict(self._stood_for)
-        real.update({id(new): old for old, new in self._containers})
+        real.update({id(new): old for old, new in (*self._containers, *self._tuples)})
         real.update(self._inner)
 
         def back(value: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,20 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
         with contextlib.suppress(Exception):
             return _depends_on_others(optimizer, with_closure)
     return False
+
+
+def why_not_tried(optimizer: torch.optim.Optimizer) -> Exception | None:
+    """Why an optimizer's step cannot be tried on tiny parameters; None: it can."""
+    failed: Exception | None = None
+    for group in [group for group in optimizer.param_groups if group["params"]][:1]:
+        for with_closure in (False, True):
+            try:
+                with quietly():
+                    _try(optimizer, group, group["params"][0], 1.0, with_closure)
+                return None
+            except Exception as error:
+                failed = failed or error
+    return failed
 
 
 class _ExchangeError(Exception):
@@ -138,7 +152,7 @@ def _try(
     one, other = nn.Parameter(draw()), nn.Parameter(draw() * scale)
     start = one.detach().clone()
     slopes = draw(), draw() * scale  # with some noise: step sizes that are estimated grow only where gradients agree
-    tried = trial_of(optimizer, group, [one, other] if is_first else [other, one])
+    tried = trial_of(optimizer, group, [one, other] if is_first else [other, one], (one, other))
 
     def closure() -> Tensor:
         # With a part that follows the values: some optimizers move them before they ask, and back again.
@@ -184,25 +198,44 @@ def states_of_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], like
 
 
 def trial_of(
-    optimizer: Any, group: dict[str, Any], params: list[nn.Parameter], known: dict[int, Any] | None = None
+    optimizer: Any,
+    group: dict[str, Any],
+    params: list[nn.Parameter],
+    stand_ins: Sequence[nn.Parameter] = (),
+    known: dict[int, Any] | None = None,
 ) -> Any:
-    """A copy of an optimizer, and of those it wraps, that holds other parameters, in groups with the options of `group`."""
+    """A copy of an optimizer, and of those it wraps, that holds other parameters, in groups with the options of `group`.
+
+    Args:
+        optimizer: to copy.
+        group: one of its own.
+        params: of the copy.
+        stand_ins: what attributes that hold the first parameters of the group hold in the copy; by default `params`. Of all
+            other parameters it is one that does not matter.
+        known: what has been copied, by id.
+    """
     known = {} if known is None else known
+    stand_ins = stand_ins or params
     tried = known[id(optimizer)] = object.__new__(type(optimizer))
     for inner in wrapped_optimizers(optimizer):
         if id(inner) not in known:
             is_shared = any(each is group for each in inner.param_groups)
-            trial_of(inner, group if is_shared else inner.param_groups[0], params, known)
+            trial_of(inner, group if is_shared else inner.param_groups[0], params, stand_ins, known)
     ours = {key: value for key, value in vars(optimizer).items() if not key.startswith("_zero_")}
     ours = {k: v for k, v in ours.items() if k not in ("state", "param_groups") and not (k == "step" and callable(v))}
-    kept: dict[int, Any] = {id(p): p for each in optimizer.param_groups for p in each["params"]}
+    held = [p for each in optimizer.param_groups for p in each["params"]]
+    none = nn.Parameter(torch.zeros_like(params[0]))
+    none.grad = torch.zeros_like(params[0])
+    instead: dict[int, Any] = {id(p): none for p in held} | {
+        id(p): stand_in for p, stand_in in zip(group["params"], stand_ins, strict=False)
+    }
 
     def copied(value: Any) -> Any:
         if isinstance(value, list | tuple) and any(id(entry) in known for entry in value):
             return type(value)(known.get(id(entry), entry) for entry in value)
         if isinstance(value, dict) and any(id(entry) in known for entry in value.values()):
             return {key: known.get(id(entry), entry) for key, entry in value.items()}
-        return known[id(value)] if id(value) in known else _copied(value, kept)
+        return known[id(value)] if id(value) in known else _copied(value, instead)
 
     vars(tried).update({k: copied(v) for k, v in ours.items()})
     if "state" in vars(optimizer):
@@ -214,11 +247,13 @@ def trial_of(
     return tried
 
 
-def _copied(value: Any, kept: dict[int, Any]) -> Any:
-    """A copy into which a trial may write; parameters, models and functions are the same ones."""
+def _copied(value: Any, instead: dict[int, Any]) -> Any:
+    """A copy into which a trial may write, with other parameters; models and functions are the same ones."""
+    if id(value) in instead:
+        return instead[id(value)]
     if callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
         return value
     try:
-        return copy.deepcopy(value, dict(kept))
+        return copy.deepcopy(value, dict(instead))
     except Exception:
         return value

@@ -254,7 +254,8 @@ def _add_gathers(states: ModelStates, p: Placed, ranks: Ranks, stays_whole: bool
 def _add_trained(states: ModelStates, p: Placed, config: ZeroConfig, ranks: Ranks, num_states: int) -> None:
     policy = config.policy
     states.trained_rows += p.row_bytes
-    states.optimizer += num_states * p.row_bytes
+    is_whole = config.optimizer_on == "every_rank"
+    states.optimizer += num_states * (p.layout.numel * p.rest.itemsize if is_whole else p.row_bytes)
     states.optimizer_on_disk += num_states * p.row_bytes if config.offload.optimizer == "disk" else 0
     keeps_whole = not policy.shards_gradients and ranks.data > 1 and config.ep_size == 1
     states.gradients += p.layout.numel * p.gradient.summed.itemsize if keeps_whole else p.row_bytes

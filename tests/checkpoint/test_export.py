@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,35 @@ def test_a_given_state_dict_is_written(tmp_path: Path) -> None:
         found = load_file(tmp_path / name / "model.safetensors")
         assert found.keys() == oracle.keys(), name
         assert all(torch.equal(found[key], value) for key, value in wanted.items()), name
+
+
+_GIVEN: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "another dtype": lambda state: {name: value.half() for name, value in state.items()},
+    "other names": lambda state: {f"student.{name}": value for name, value in state.items()},
+    "some": lambda state: {name: value for name, value in state.items() if "layers.1" not in name},
+    "computed": lambda state: {name: value * 0.5 + 1 for name, value in state.items()},
+    "views": lambda state: {name: value[:1] for name, value in state.items()},
+    "mixed": lambda state: {
+        n: value if i % 2 else torch.zeros_like(value) for i, (n, value) in enumerate(state.items())
+    },
+}
+
+
+@on_ranks(2, given=list(_GIVEN), alone=["nobody", "gives", "gives and calls"])
+def test_what_is_computed_of_weights_and_given_is_written(given: str, alone: str, tmp_path: Path) -> None:
+    """Each rank gives the same, or rank 0 alone gives something: the others nothing, or do not come."""
+    model = changed("llama")
+    oracle = {name: value.clone().contiguous() for name, value in _GIVEN[given](copied(model.state_dict())).items()}
+    zero.shard_model(model, CONFIG)
+    folder = tmp_path / f"{given} {alone}"
+    is_first = dist.get_rank() == 0
+    with torch.no_grad():
+        values = _GIVEN[given](model.state_dict()) if is_first or alone == "nobody" else None
+        if is_first or alone != "gives and calls":
+            model.save_pretrained(folder, state_dict=values, is_main_process=is_first)
+    dist.barrier()
+    found = load_file(folder / "model.safetensors")
+    torch.testing.assert_close(found, oracle, rtol=0, atol=0)
 
 
 # ---- on the main process alone ---------------------------------------------------------------------------------------

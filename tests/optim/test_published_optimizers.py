@@ -84,7 +84,7 @@ def _factories(package: str) -> Iterator[tuple[str, Make]]:
             yield name, _simple(module.load_optimizer(name))
 
 
-def outcomes(package: str, stage: int) -> dict[str, str]:
+def outcomes(package: str, stage: int, where: str) -> dict[str, str]:
     """What became of each of a package's optimizers; those that fail in one process are left out."""
     found = {}
     for name, factory in _factories(package):
@@ -95,7 +95,7 @@ def outcomes(package: str, stage: int) -> dict[str, str]:
         except Exception:  # needs more than parameters and gradients
             continue
         try:
-            model = make(stage)
+            model = make(stage, optimizer_on=where)
             ours = factory(model)
             _train(model, ours)
             found[name] = (
@@ -138,10 +138,13 @@ def _is_installed(package: str) -> bool:
 def test_published_optimizers_equal_one_process(package: str, num_ranks: int) -> None:
     if not run_alone(_is_installed, package):  # not asked here, where tests of recipes have put those on the path
         pytest.skip(f"{package} is not installed")
-    first, *_ = everywhere = run_ranks(outcomes, num_ranks, package, 3, timeout_s=300)
+    first, *_ = everywhere = run_ranks(outcomes, num_ranks, package, 3, "auto", timeout_s=300)
     for name, said in first.items():
         if name in _REFUSED:
             assert all("UsageError" in found[name] for found in everywhere), (name, said)
         elif name not in _RANDOM | _AVERAGED:
             assert all(found[name] == "equal" for found in everywhere), (name, said)
     print(f"{package}: {sum(said == 'equal' for said in first.values())} of {len(first)} equal one process")
+    first, *_ = everywhere = run_ranks(outcomes, num_ranks, package, 3, "every_rank", timeout_s=300)
+    print(f"{package}, every_rank: { {name: said for name, said in first.items() if said != 'equal'} } of {len(first)}")
+    assert all(said == "equal" for found in everywhere for said in found.values())

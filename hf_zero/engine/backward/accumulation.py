@@ -74,6 +74,8 @@ class Accumulation:
             found: its gradients.
             is_part: of a use of some of its parameters: those of others wait for the rest of them, or for the end.
         """
+        if any(map(Tensor._is_zerotensor, found.values())):  # what autograd gives without memory
+            found = {p: grad.clone() for p, grad in found.items()}
         if unit in self._hooked or have_grad_hooks([p.param for p in found]):
             add_up(self._hooked.setdefault(unit, {}), found)
         else:

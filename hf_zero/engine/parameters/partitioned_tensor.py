@@ -322,7 +322,7 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
         note_copy(new, self)
         new.requires_grad_(self.requires_grad)
         memo[id(self)] = new
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, nn.Parameter):  # torch copies a parameter without it
             new.grad = copy.deepcopy(self.grad, memo)
         for key, value in attributes_of(self).items():
             if key not in HOOKS:

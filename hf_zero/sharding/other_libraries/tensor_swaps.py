@@ -4,6 +4,7 @@
   which passes no operator: the engine is told here, see [Note: an edit is seen].
 - `nn.utils.parametrize` exchanges a parameter with itself where a parametrization has no `right_inverse`, and marks it so that
   its next backward raises. Nothing is exchanged then.
+- Users exchange parameters of models. They are an engine's, so their values are exchanged.
 - Where it has a `right_inverse`, and where a parametrization is removed, `nn.utils.parametrize` exchanges the parameter with
   what was computed of it, which may be whole and plain. Objects of two types cannot be exchanged, so their values are.
 
@@ -21,6 +22,7 @@ from hf_zero import torch_compat
 from hf_zero.changes import Changes
 from hf_zero.engine.parameters.at_rest.lineage import are_known_to_be_equal
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
+from hf_zero.errors import UsageError
 
 _changes = Changes()
 
@@ -40,10 +42,31 @@ def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) ->
         if not isinstance(t2, PartitionedTensor) and (t2.shape, t2.dtype) == (t1.shape, t1.dtype):
             _swap_values(t1, t2)
             return
+        if isinstance(t2, PartitionedTensor) and _is_a_models(t1) and _is_a_models(t2):
+            _exchange(t1, t2)
+            return
         if isinstance(t2, PartitionedTensor) and t1.dtype == t2.dtype and are_known_to_be_equal(t1, t2):
             return  # `.to("cpu:0")` has copied it; what is known of its values stays known of the parameter
         t1.before_edit()
     original(t1, t2)
+
+
+def _is_a_models(tensor: PartitionedTensor) -> bool:
+    return tensor.held[0].serving.number_of(tensor) is not None
+
+
+@torch.no_grad()
+def _exchange(one: PartitionedTensor, other: PartitionedTensor) -> None:
+    """Exchange values and gradients of two parameters of models, which stay themselves."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        raise UsageError(
+            f"swap_tensors of {one.describe()} and {other.describe()}, which differ in shape or dtype: exchange the modules' "
+            "attributes (`a.weight, b.weight = b.weight, a.weight`)"
+        )
+    before = one.detach().clone()
+    one.copy_(other)
+    other.copy_(before)
+    one.grad, other.grad = other.grad, one.grad
 
 
 @torch.no_grad()

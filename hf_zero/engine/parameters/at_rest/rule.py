@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -29,6 +31,8 @@ from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
 from hf_zero.engine.ranks.serving import ChangedAloneError
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
+
+_BETWEEN = ("hf_zero.engine.parameters.", "torch._dynamo.")  # modules between an operator and what has called it
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -66,11 +70,24 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return norms
     if kind is Kind.UNSCALE:
         return _unscale(func, *args)
+    if kind is Kind.ROWS and is_like(base_name(func)) and _is_asked_by_autograd():
+        one = torch.empty((), dtype=operands[0].dtype, device=operands[0].device)
+        return func(one.expand(operands[0].shape), *args[1:], **kwargs)
     if kind in (Kind.ROWS, Kind.LISTS):
         done, result = _on_rows(func, args, kwargs, kind, written)
         if done:
             return result
     return _on_whole(func, args, kwargs, given, written)
+
+
+def _is_asked_by_autograd() -> bool:
+    """Whether torch's own formula of a gradient runs this operator, to fill it with this rank's gradient; not a hook."""
+    if not torch_compat.in_backward_of_an_operator():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == torch_compat.RUN_BACKWARD
 
 
 def _known(tensor: DTensor) -> Tensor:

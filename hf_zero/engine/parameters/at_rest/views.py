@@ -69,6 +69,12 @@ class Readable(AtRest):
         with torch.no_grad():
             return self.full_tensor().tolist()
 
+    def __format__(self, spec: str) -> str:
+        tensor = cast(Tensor, self)
+        if tensor.ndim or isinstance(tensor, nn.Parameter):
+            return object.__format__(self, spec)
+        return tensor.detach().item().__format__(spec)  # as a plain tensor, and not as a plain parameter
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the whole tensor: what `torch.save` writes, anyone may load; tied weights once."""
         with torch.no_grad():

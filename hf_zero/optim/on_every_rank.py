@@ -1,0 +1,70 @@
+"""Steps on all parameters, whole, by every rank: what an optimizer under DDP does, for those that look across parameters.
+
+[Note: every rank] Values and gradients are gathered, each rank runs the same step on all of them, and keeps its rows of what
+comes of it. States are whole on every rank, so this saves what the model needs, and nothing of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_zero import torch_compat
+from hf_zero.engine.ranks.world import World
+from hf_zero.optim.by_owners import OwnerStepping
+from hf_zero.optim.owners import Owners
+from hf_zero.optim.served import states_of_owners
+from hf_zero.optim.stepping import Arguments, StepCall, params_of
+
+
+class EveryRank(Owners):
+    """Every rank steps on all parameters; their owners write checkpoints."""
+
+    def steps_on(self, param: Tensor) -> bool:
+        """All of them."""
+        return True
+
+    def collect(self, tensors: Sequence[tuple[DTensor, DTensor]], what: str) -> list[Tensor | None]:
+        """The whole tensors, on every rank; as `Owners.collect`."""
+        return [
+            self.world.gather_parameter(torch_compat.local_of(tensor).detach(), self.world.cut_of(param), what)
+            for param, tensor in tensors
+        ]
+
+    def distribute(
+        self, tensors: Sequence[tuple[DTensor, Tensor | None]], what: str, of_gradients: bool = False
+    ) -> None:
+        """Let every rank keep its rows; as `Owners.distribute`."""
+        for param, whole in tensors:
+            written = param.grad if of_gradients else param
+            assert whole is not None and written is not None
+            rows = torch_compat.local_of(written)
+            rows.copy_(self.world.layout_of(param).rows_of(whole.detach(), self.world.shard_rank))
+
+
+class EveryRankStepping(OwnerStepping):
+    """Steps on whole parameters, all of them on every rank; see [Note: every rank]."""
+
+    owners_class = EveryRank
+
+    def begin(self, call: StepCall) -> Arguments:
+        """See `Stepping.begin`."""
+        self._fill_in(call.optimizer, call.worlds)
+        return super().begin(call)
+
+    def _fill_in(self, optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> None:
+        """Let every rank have the states that owners have read from a checkpoint."""
+        for world in dict.fromkeys(worlds.values()):
+            counts = world.everyone.combine([len(optimizer.state)], "states of an optimizer")
+            if counts.lowest == counts.highest:
+                continue
+            params = params_of(optimizer)
+            for number, state in states_of_owners(optimizer, self.owned_now(optimizer)).items():
+                device = params[number].device
+                optimizer.state[params[number]] = {
+                    key: value.to(device) if isinstance(value, Tensor) and value.ndim else value
+                    for key, value in state.items()
+                }
