@@ -17,7 +17,7 @@ from hf_zero.optim.on_rows import RowStep, RowStepping, grad_of
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.served import states_of_owners
 from hf_zero.optim.stand_in import STEPPING
-from hf_zero.optim.stepping import Arguments, StepCall, params_of
+from hf_zero.optim.stepping import Arguments, StepCall, all_of, params_of
 from hf_zero.optim.trial import states_of_step
 
 _KEPT, _CHANGED, _DROPPED = 0, 1, 2  # what became of a gradient in a step; the greatest of all ranks counts
@@ -53,7 +53,7 @@ class OwnerStepping(RowStepping):
                 "mark_elementwise if it is one, or leave tp_size out"
             )
         for world in dict.fromkeys(worlds.values()):
-            cut = [p for p in params_of(optimizer) if worlds.get(id(p)) is world and world.layout_of(p).num_ranks > 1]
+            cut = [p for p in all_of(optimizer) if worlds.get(id(p)) is world and world.layout_of(p).num_ranks > 1]
             self._owners.setdefault(world, self.owners_class(world)).spread(cut)
 
     def owned(self, params: Iterable[Tensor], worlds: Mapping[int, World]) -> dict[int, Owners]:

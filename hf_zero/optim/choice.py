@@ -20,7 +20,7 @@ from hf_zero.optim.on_every_rank import EveryRankStepping
 from hf_zero.optim.on_rows import RowStepping
 from hf_zero.optim.served import serve_states
 from hf_zero.optim.stand_in import STEPPING
-from hf_zero.optim.stepping import Stepping, params_of
+from hf_zero.optim.stepping import Stepping, all_of
 from hf_zero.optim.trial import depends_on_others, exchanges, why_not_tried
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def worlds_of(optimizer: torch.optim.Optimizer) -> dict[int, World]:
     engines = [engine for engine in live_engines() if engine.world.partitions or _minds(optimizer, engine.world)]
     # A process alone has plain parameters, whose states may be elsewhere all the same.
     is_elsewhere = any(_minds(optimizer, engine.world) for engine in engines)
-    params = [p for p in params_of(optimizer) if isinstance(p, DTensor) or is_elsewhere]
+    params = [p for p in all_of(optimizer) if isinstance(p, DTensor) or is_elsewhere]
     return {id(param): engine.world for engine in engines for param in params if engine.find(param) is not None}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import deque
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -97,20 +99,30 @@ def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opt
 def attribute_with_parameters(optimizer: torch.optim.Optimizer) -> str | None:
     """An attribute, beside its groups and states, in which an optimizer keeps parameters that it holds; None: there is none."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return next((name for name, found in _kept(optimizer) if any(id(each) in held for each in found)), None)
+
+
+def kept_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What an optimizer keeps in attributes, beside its groups and states."""
+    return [each for _, found in _kept(optimizer) for each in found]
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, list[torch.Tensor]]]:
     for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state") and _has(value, held, set()):
-            return name
-    return None
+        if name not in ("param_groups", "state"):
+            found: list[torch.Tensor] = []
+            _collect(value, found, set())
+            if found:
+                yield name, found
 
 
-def _has(value: Any, held: set[int], seen: set[int]) -> bool:
-    if id(value) in held:
-        return True
-    if not isinstance(value, list | tuple | set | dict) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    entries = [*value, *value.values()] if isinstance(value, dict) else value
-    return any(_has(entry, held, seen) for entry in entries)
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple | set | deque | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for entry in (*value, *value.values()) if isinstance(value, dict) else value:
+            _collect(entry, found, seen)
 
 
 def minds_all(optimizer: torch.optim.Optimizer) -> bool:

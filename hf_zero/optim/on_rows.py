@@ -20,7 +20,7 @@ from hf_zero.engine.parameters.host_rows import HostParameter
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.optim.kinds import minds_all, wrapped_optimizers
 from hf_zero.optim.stand_in import StandIn
-from hf_zero.optim.stepping import Arguments, StepCall, Stepping, params_of
+from hf_zero.optim.stepping import Arguments, StepCall, Stepping, all_of
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)  # not what is derived from them, whose steps may do anything
 
@@ -69,7 +69,7 @@ class RowStep:
         self._call = call
         self._minds_all = minds_all(call.optimizer)
         each = (call.optimizer, *wrapped_optimizers(call.optimizer))
-        params: dict[int, Any] = {id(p): p for one in each for p in params_of(one) if id(p) in call.worlds}
+        params: dict[int, Any] = {id(p): p for one in each for p in all_of(one) if id(p) in call.worlds}
         self._params: dict[int, DTensor] = params
         self._on_rows = dict(params)
         self._plain: dict[int, nn.Parameter] = {}
@@ -129,15 +129,17 @@ class RowStep:
         self._give()
         for copy in self._copies:
             copy.take_over(self._state_of)
-        for plain in self._plain.values():
+        for key, plain in self._plain.items():
             plain.grad = None
+            if plain.requires_grad != self._params[key].requires_grad:
+                self._params[key].requires_grad_(plain.requires_grad)
         if self._minds_all:
             self._call.after_change()  # also of parameters that are not trained
 
     # --- the stand-in -------------------------------------------------------------------------------------------
 
     def _copy(self, optimizer: torch.optim.Optimizer, known: dict[int, Any], absent: set[int] | None) -> StandIn:
-        copy = StandIn(optimizer, self._plain, absent or set(), known, is_on_rows=absent is None)
+        copy = StandIn(optimizer, self._plain, self._params, absent or set(), known, is_on_rows=absent is None)
         self._copies.append(copy)
         for param, state in optimizer.state.items() if copy.has_own else ():
             plain = self._plain.get(id(param), param)  # a state may lie under another key than a parameter

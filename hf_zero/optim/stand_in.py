@@ -36,6 +36,7 @@ class StandIn:
     Args:
         optimizer: to copy.
         plain: the plain parameters, by the id of those they stand for.
+        params: those they stand for, by their ids.
         absent: ids of those that this rank does not step on: they are in no group.
         known: optimizers, groups and states that several optimizers share, copied already, by id; written.
         is_on_rows: the plain parameters are this rank's rows.
@@ -49,13 +50,14 @@ class StandIn:
         self,
         optimizer: torch.optim.Optimizer,
         plain: Mapping[int, nn.Parameter],
+        params: Mapping[int, Any],
         absent: set[int],
         known: dict[int, Any],
         is_on_rows: bool,
     ) -> None:
         self.optimizer, self._plain, self._is_on_rows = optimizer, plain, is_on_rows
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._stood_for: dict[int, Any] = {id(plain[id(p)]): p for p in params if id(p) in plain}
+        self._absent = absent
+        self._stood_for: dict[int, Any] = {id(each): params[key] for key, each in plain.items() if key in params}
         self.stand_in: Any = object.__new__(type(optimizer))
         self._filtered: set[tuple[int, str]] = set()  # (number of a group, key) of lists beside the parameters
         known[id(optimizer)] = self.stand_in
@@ -168,6 +170,8 @@ class StandIn:
                 setattr(self.optimizer, name, value)
         if not self.has_own:
             return
+        if state_of is not None:
+            self._take_held()
         groups = zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True)
         for number, (group, changed) in enumerate(groups):
             for key, value in changed.items():
@@ -185,6 +189,22 @@ class StandIn:
         kept_keys = {id(self._stood_for.get(id(key), key)) for key in self.stand_in.state}
         for key in [key for key in state if id(key) not in kept_keys]:
             del state[key]  # the step has dropped it
+
+    def _take_held(self) -> None:
+        """Let groups hold the parameters that the step has put there."""
+        before = [[id(self._plain.get(id(p), p)) for p in group["params"]] for group in self.optimizer.param_groups]
+        absent = {id(self._plain[key]) for key in self._absent}
+        present = [[key for key in keys if key not in absent] for keys in before]
+        groups = self.stand_in.param_groups
+        if [[id(p) for p in group["params"]] for group in groups] == present:
+            return
+        if absent or len(groups) != len(before):
+            raise UsageError(
+                f"the step of {type(self.optimizer).__name__} changes which parameters it holds, and one rank steps on each "
+                "(optimizer_on): set optimizer_on: every_rank, or change its groups between steps, one by one"
+            )
+        for group, changed in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = [self._stood_for.get(id(p), p) for p in changed["params"]]
 
     def _take_containers(self) -> None:
         real = dict(self._stood_for)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
@@ -18,6 +18,7 @@ from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import PartitionError
 from hf_zero.host.scratch import Place
+from hf_zero.optim.kinds import kept_tensors
 from hf_zero.optim.owners import Owners
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -144,6 +145,16 @@ class Stepping:
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters that an optimizer holds, in its order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def all_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """As `params_of`, and what it keeps beside: parameters that it may hold later."""
+    beside = [each for each in kept_tensors(optimizer) if isinstance(each, nn.Parameter)]
+    return (
+        list({id(param): param for param in (*params_of(optimizer), *beside)}.values())
+        if beside
+        else params_of(optimizer)
+    )
 
 
 def find_record(param: Tensor) -> ZeroParameter | None:

@@ -165,3 +165,41 @@ def test_copies_of_an_optimizers_own_are_refused_or_stepped_on_by_every_rank(sta
         else:
             with pytest.raises(zero.UsageError, match=r"keeps parameters in 'low', .* optimizer_on: every_rank"):
                 train(model, ours)
+
+
+class Blocks(torch.optim.Optimizer):
+    """As BAdam: it trains some parameters at a time, which it chooses, and freezes the others, within its step."""
+
+    def __init__(self, params: Any) -> None:
+        self.everything = list(params)
+        super().__init__(self.everything, {"lr": 0.05})
+        self.turn = 0
+        self._choose()
+
+    def _choose(self) -> None:
+        chosen = self.everything[self.turn % 2 :: 2]
+        for param in self.everything:
+            param.requires_grad_(any(param is each for each in chosen))
+        self.param_groups[0]["params"] = chosen
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.05)
+        self.turn += 1
+        self._choose()
+
+
+@on_ranks(2, stage=[1, 3], where=["rows", "every_rank", "whole"])
+def test_a_step_may_freeze_parameters_and_hold_others(stage: int, where: str) -> None:
+    oracle, model = make(), make(stage, optimizer_on=where)
+    theirs, ours = Blocks(oracle.parameters()), Blocks(model.parameters())
+    train(oracle, theirs)
+    if where == "whole":
+        with pytest.raises(zero.UsageError, match="changes which parameters it holds"):
+            train(model, ours)
+        return
+    train(model, ours)
+    assert furthest(model, oracle) == 0.0
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in oracle.parameters()]

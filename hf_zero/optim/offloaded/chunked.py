@@ -21,6 +21,7 @@ from hf_zero.optim.offloaded.pieces import Evaluated, is_plain_data, own_copy, w
 from hf_zero.optim.offloaded.states import shown_as
 from hf_zero.optim.on_rows import gradient_of, keep_old_values
 from hf_zero.optim.stand_in import NOT_SWAPPED, StandIn
+from hf_zero.optim.stepping import params_of
 
 
 @dataclass(eq=False)
@@ -150,7 +151,8 @@ class ChunkedStep:
         absent |= {id(param) for param in self.others} if index else set()  # they step with the first chunk
         plain = {**self._rows, **present}
         known: dict[int, Any] = {}
-        made = StandIn(self.optimizer, plain, absent, known, is_on_rows=True)
+        params = {id(param): param for param in params_of(self.optimizer)}
+        made = StandIn(self.optimizer, plain, params, absent, known, is_on_rows=True)
         for piece in chunk:
             if piece.inputs:
                 made.stand_in.state[piece.plain] = dict(piece.inputs)
