@@ -21,6 +21,7 @@ from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.checkpoint.ranks.one_writer import save_on_first, saving_alone, world_of_whole
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredAlone, GatheredParameters, gather_whole
+from hf_zero.engine.parameters.at_rest.lineage import key_of
 from hf_zero.engine.parameters.at_rest.root import AtRest
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.errors import CheckpointError, UsageError
@@ -92,6 +93,11 @@ def _whole_state(
     return state
 
 
+def _what(value: AtRest) -> object:
+    """Which value it is, and which part of it; the same on all ranks that have computed it alike."""
+    return key_of(value.root), tuple(cast(Tensor, value).shape)
+
+
 def _is_at_rest(value: object) -> bool:
     return isinstance(value, DTensor | AtRest)
 
@@ -159,7 +165,7 @@ def save_whole(
 
 def _whole_given(given: Mapping[str, Any], world: World, keep: bool) -> dict[str, Any]:
     """What a rank gives to be written, with whole tensors on the CPU; the others may have been given something else."""
-    at_rest = [name for name, value in given.items() if _is_at_rest(value)]
+    at_rest = [(name, _what(value)) for name, value in given.items() if _is_at_rest(value)]
     wanted = world.share(at_rest, "the weights that are given")
     is_like_others = not any(world.everyone.combine([at_rest != wanted], "the weights that are given").highest)
     if is_like_others:

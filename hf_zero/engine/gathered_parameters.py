@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
-from hf_zero.engine.parameters.at_rest import values
+from hf_zero.engine.parameters.at_rest import entries
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, gathered, put
@@ -219,7 +219,7 @@ class GatheredParameters:
             # Again: where the tensor axis cuts another dim than the rows, it is no view of the whole.
             rows = item.own_rows()
         if any(flag for (flag,) in reports) and not same_bits(rows, local):
-            values.forget(local)
+            entries.forget(local)
             local.copy_(rows)
         return any(flag for (flag,) in reports)
 

@@ -13,7 +13,7 @@ from hf_zero.engine.engine import live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.optim.by_owners import OwnerStepping
-from hf_zero.optim.kinds import attribute_with_parameters, is_elementwise, is_known, wrapped_optimizers
+from hf_zero.optim.kinds import is_elementwise, is_known, wrapped_optimizers
 from hf_zero.optim.offloaded.from_disk import DiskStepping
 from hf_zero.optim.offloaded.to_host import HostStepping
 from hf_zero.optim.on_every_rank import EveryRankStepping
@@ -151,15 +151,13 @@ def _refuse_exchanges(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer goes through parameters in a way of its own, and nothing says whether it minds several at once."""
-    if is_elementwise(optimizer) or (attribute := attribute_with_parameters(optimizer)) is None:
-        return
-    error = why_not_tried(optimizer)
+    """Raise if nothing says whether an optimizer minds several parameters at once."""
+    error = None if is_elementwise(optimizer) else why_not_tried(optimizer)
     if error is not None:
         raise UsageError(
-            f"{type(optimizer).__name__} keeps parameters in {attribute!r}, and its step cannot be tried on two tiny ones "
-            f"({type(error).__name__}: {error}), so hf_zero cannot tell whether a rank may step on some of them only: set "
-            "optimizer_on: every_rank, or whole if it sees to each parameter by itself"
+            f"the step of {type(optimizer).__name__} cannot be tried on two tiny parameters ({type(error).__name__}: {error}), "
+            "so hf_zero cannot tell whether a rank may step on some of them only: set optimizer_on: every_rank, or whole if it "
+            "sees to each parameter by itself"
         )
 
 

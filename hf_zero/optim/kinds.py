@@ -96,24 +96,29 @@ def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opt
     return list(dict.fromkeys(found))
 
 
-def attribute_with_parameters(optimizer: torch.optim.Optimizer) -> str | None:
-    """An attribute, beside its groups and states, in which an optimizer keeps parameters that it holds; None: there is none."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return next((name for name, found in _kept(optimizer) if any(id(each) in held for each in found)), None)
+def in_slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What an optimizer has in `__slots__`."""
+    for base in type(optimizer).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            is_private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{base.__name__.lstrip('_')}{slot}" if is_private else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(optimizer, name):
+                yield name, getattr(optimizer, name)
+
+
+def is_beside(key: str, value: object, num_params: int) -> bool:
+    """Whether an entry of a group is a list that goes along with its parameters, such as their names."""
+    return type(value) is list and len(value) == num_params and (key == "param_names" or num_params > 3)
 
 
 def kept_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """What an optimizer keeps in attributes, beside its groups and states."""
-    return [each for _, found in _kept(optimizer) for each in found]
-
-
-def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    found: list[torch.Tensor] = []
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state"):
-            found: list[torch.Tensor] = []
             _collect(value, found, set())
-            if found:
-                yield name, found
+    return found
 
 
 def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:

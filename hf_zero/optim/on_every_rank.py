@@ -6,11 +6,14 @@ comes of it. States are whole on every rank, so this saves what the model needs,
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
 from hf_zero.engine.ranks.world import World
@@ -57,14 +60,16 @@ class EveryRankStepping(OwnerStepping):
 
     def _fill_in(self, optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> None:
         """Let every rank have the states that owners have read from a checkpoint."""
+        params = params_of(optimizer)
+        known = zlib.crc32(str([number for number, param in enumerate(params) if param in optimizer.state]).encode())
         for world in dict.fromkeys(worlds.values()):
-            counts = world.everyone.combine([len(optimizer.state)], "states of an optimizer")
-            if counts.lowest == counts.highest:
+            found = world.everyone.combine([known], "states of an optimizer")
+            if found.lowest == found.highest:
                 continue
-            params = params_of(optimizer)
             for number, state in states_of_owners(optimizer, self.owned_now(optimizer)).items():
-                device = params[number].device
-                optimizer.state[params[number]] = {
-                    key: value.to(device) if isinstance(value, Tensor) and value.ndim else value
-                    for key, value in state.items()
-                }
+                to_device = partial(_on_device_of, params[number])
+                optimizer.state[params[number]] = pytree.tree_map_only(Tensor, to_device, state)
+
+
+def _on_device_of(param: Tensor, value: Tensor) -> Tensor:
+    return value.to(param.device) if value.ndim else value  # torch counts steps on the host

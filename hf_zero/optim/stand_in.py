@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.errors import UsageError
-from hf_zero.optim.kinds import wrapped_optimizers
+from hf_zero.optim.kinds import in_slots, is_beside, wrapped_optimizers
 
 StateOf = Callable[[DTensor, dict[Any, Any], Mapping[Any, Any]], dict[Any, Any] | None]
 
@@ -80,8 +80,7 @@ class StandIn:
         is_here = [id(param) not in absent for param in group["params"]]
         kept = {**group, "params": [self._plain.get(id(p), p) for p in group["params"] if id(p) not in absent]}
         for key, value in group.items() if not all(is_here) else ():
-            is_beside = type(value) is list and len(value) == len(is_here) and (key == "param_names" or len(value) > 3)
-            if is_beside and key != "params":
+            if key != "params" and is_beside(key, value, len(is_here)):
                 kept[key] = [entry for entry, here in zip(value, is_here, strict=True) if here]
                 self._filtered.add((number, key))
         return kept
@@ -108,13 +107,7 @@ class StandIn:
         for name, value in vars(self.optimizer).items():
             if name not in NOT_SWAPPED and not getattr(value, "_wrapped_by_lr_sched", False):
                 yield name, value
-        for base in type(self.optimizer).__mro__:
-            slots = vars(base).get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                is_private = slot.startswith("__") and not slot.endswith("__")
-                name = f"_{base.__name__.lstrip('_')}{slot}" if is_private else slot
-                if name not in ("__dict__", "__weakref__") and hasattr(self.optimizer, name):
-                    yield name, getattr(self.optimizer, name)
+        yield from in_slots(self.optimizer)
 
     def _swapped(self, name: str, value: Any, known: Mapping[int, Any]) -> Any:
         if id(value) in known:
@@ -147,7 +140,7 @@ class StandIn:
             return torch_compat.local_of(value)
         raise UsageError(
             f"{type(self.optimizer).__name__}.{name} holds a tensor that was made like a partitioned parameter, but the step "
-            "is on whole parameters, each on one rank: make it in the step, in self.state[param]"
+            "is on whole parameters (optimizer_on): make it in the step, in self.state[param]"
         )
 
     def _remembered(self, old: Any, new: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import types
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import UsageError
-from hf_zero.optim.kinds import step_of, wrapped_optimizers
+from hf_zero.optim.kinds import in_slots, is_beside, step_of, wrapped_optimizers
 
 _PROBE_STEPS = 16
+_STAY = (nn.Module, torch.optim.Optimizer, type, types.FunctionType, types.BuiltinFunctionType, functools.partial)
 
 
 @contextlib.contextmanager
@@ -235,25 +238,44 @@ def trial_of(
             return type(value)(known.get(id(entry), entry) for entry in value)
         if isinstance(value, dict) and any(id(entry) in known for entry in value.values()):
             return {key: known.get(id(entry), entry) for key, entry in value.items()}
-        return known[id(value)] if id(value) in known else _copied(value, instead)
+        return known[id(value)] if id(value) in known else _copied(value, known | instead)
 
     vars(tried).update({k: copied(v) for k, v in ours.items()})
+    for name, value in in_slots(optimizer):
+        setattr(tried, name, copied(value))
     if "state" in vars(optimizer):
         tried.state = defaultdict(dict)
         if id(group) not in known:
             options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for key in [key for key in options if is_beside(key, options[key], len(group["params"]))]:
+                beside = {id(stand_in): entry for stand_in, entry in zip(stand_ins, options[key], strict=False)}
+                options[key] = [beside[id(param)] for param in params if id(param) in beside]
             known[id(group)] = [{**options, "params": params}]
         tried.param_groups = known[id(group)]
     return tried
 
 
 def _copied(value: Any, instead: dict[int, Any]) -> Any:
-    """A copy into which a trial may write, with other parameters; models and functions are the same ones."""
+    """A copy into which a trial may write, with other parameters, and methods of the copy; models and functions stay."""
     if id(value) in instead:
         return instead[id(value)]
-    if callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
-        return value
+    stays = _that_stay(value, instead, {})
+    if id(value) in stays:
+        return stays[id(value)]
     try:
-        return copy.deepcopy(value, dict(instead))
+        return copy.deepcopy(value, {**instead, **stays})
     except Exception:
         return value
+
+
+def _that_stay(value: Any, instead: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:
+    """By id, what is not copied of a value and of what its containers hold: methods of the optimizer become the copy's."""
+    if isinstance(value, types.MethodType):
+        owner = instead.get(id(value.__self__))
+        found[id(value)] = value if owner is None else types.MethodType(value.__func__, owner)
+    elif isinstance(value, _STAY):
+        found[id(value)] = value
+    elif isinstance(value, list | tuple | set | dict):
+        for entry in (*value, *value.values()) if isinstance(value, dict) else value:
+            _that_stay(entry, instead, found)
+    return found

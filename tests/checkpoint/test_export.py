@@ -163,9 +163,9 @@ _GIVEN: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 }
 
 
-@on_ranks(2, given=list(_GIVEN), alone=["nobody", "gives", "gives and calls"])
+@on_ranks(2, given=list(_GIVEN), alone=["nobody", "gives", "gives and calls", "gives another"])
 def test_what_is_computed_of_weights_and_given_is_written(given: str, alone: str, tmp_path: Path) -> None:
-    """Each rank gives the same, or rank 0 alone gives something: the others nothing, or do not come."""
+    """Each rank gives the same, or rank 0 alone gives it: the others nothing, or something else, or do not come."""
     model = changed("llama")
     oracle = {name: value.clone().contiguous() for name, value in _GIVEN[given](copied(model.state_dict())).items()}
     zero.shard_model(model, CONFIG)
@@ -173,6 +173,8 @@ def test_what_is_computed_of_weights_and_given_is_written(given: str, alone: str
     is_first = dist.get_rank() == 0
     with torch.no_grad():
         values = _GIVEN[given](model.state_dict()) if is_first or alone == "nobody" else None
+        if alone == "gives another" and not is_first:
+            values = model.state_dict()
         if is_first or alone != "gives and calls":
             model.save_pretrained(folder, state_dict=values, is_main_process=is_first)
     dist.barrier()

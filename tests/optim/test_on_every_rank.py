@@ -114,6 +114,7 @@ def _go_on(folder: Path, stage: int) -> None:
 
 def test_states_of_every_rank_are_saved_and_resume_on_other_ranks_and_stages(tmp_path: Path) -> None:
     run_ranks(_save, 2, tmp_path / "two", 3)
+    run_ranks(_go_on, 2, tmp_path / "two", 2)
     run_ranks(_go_on, 3, tmp_path / "two", 1)
     run_alone(_go_on, tmp_path / "two", 3)
 

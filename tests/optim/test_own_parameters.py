@@ -84,6 +84,51 @@ def test_a_trial_moves_nothing_that_attributes_hold() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+class _Counted:
+    """A callable object that is called once a step."""
+
+    num_calls = 0
+
+    def __call__(self) -> float:
+        self.num_calls += 1
+        return 1.0 / self.num_calls
+
+
+class Bound(torch.optim.Optimizer):
+    """Steps by a method that it keeps, which writes states and counts, and by an object that counts, too."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.rule, self.factor, self.num_seen = self._one, [_Counted()], 0
+        self.models = [nn.Linear(2, 2)]
+
+    def _one(self, param: Any, factor: float) -> None:
+        self.num_seen += 1
+        self.state[param]["seen"] = self.state[param].get("seen", 0) + 1
+        param.sub_(factor * 0.05 * param.grad / (param.grad.norm() + 1e-3))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        factor = self.factor[0]()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.rule(param, factor)
+
+
+@on_ranks(2, stage=[1, 3])
+def test_methods_and_objects_of_an_optimizer_are_its_own(stage: int) -> None:
+    oracle, model = make(), make(stage)
+    theirs, ours = Bound(oracle.parameters()), Bound(model.parameters())
+    kept = ours.models[0]
+    train(oracle, theirs)
+    train(model, ours)
+    assert furthest(model, oracle) == 0.0
+    assert ours.factor[0].num_calls == theirs.factor[0].num_calls
+    assert 0 < ours.num_seen < theirs.num_seen  # of those that this rank owns
+    assert ours.models[0] is kept
+    assert ours.state_dict()["state"] == theirs.state_dict()["state"]
+
+
 class Around(torch.optim.Optimizer):
     """As `schedulefree.ScheduleFreeWrapper`: it keeps a state at rest beside the inner optimizer's, in the same dict."""
 
@@ -163,7 +208,9 @@ def test_copies_of_an_optimizers_own_are_refused_or_stepped_on_by_every_rank(sta
             train(model, ours)
             assert furthest(model, oracle) == 0.0
         else:
-            with pytest.raises(zero.UsageError, match=r"keeps parameters in 'low', .* optimizer_on: every_rank"):
+            with pytest.raises(
+                zero.UsageError, match=r"cannot be tried on two tiny parameters .* optimizer_on: every_rank"
+            ):
                 train(model, ours)
 
 

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.addresses import StorageAtRest
-from hf_zero.engine.parameters.at_rest import values
+from hf_zero.engine.parameters.at_rest import entries
 from hf_zero.engine.parameters.at_rest.given import note_given
 from hf_zero.engine.parameters.at_rest.lineage import note_copy
 from hf_zero.engine.parameters.at_rest.root import Root
@@ -76,7 +76,7 @@ def set_owner(param: Tensor, owner: Owner) -> None:
     """Let `owner` be told from now on."""
     _owners[id(param)] = weakref.ref(owner)
     let_hold(owner.user_hooks, param)
-    values.forget(torch_compat.local_of(param))  # steps change it, which nobody notes
+    entries.forget(torch_compat.local_of(param))  # steps change it, which nobody notes
 
 
 def forget_owner(param: Tensor, owner: Owner) -> None:

@@ -74,6 +74,11 @@ class Apart:
         taken = self._taken.get(id(param))
         return None if taken is None else taken.before
 
+    def tick_of(self, param: Tensor) -> int:
+        """When this rank has changed something alone last, if the parameter has other values now than others see; else 0."""
+        taken = self._taken.get(id(param)) if self.tick else None
+        return self.tick if taken is not None and taken.differs() else 0
+
     def num_edits(self, param: Tensor) -> int:
         """How often this rank has changed a parameter alone, or begun to."""
         taken = self._taken.get(id(param))

@@ -10,13 +10,14 @@ import torch
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from hf_zero.checkpoint.files.manifest import MANIFEST
 from hf_zero.checkpoint.optimizer_state import state_files
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.accelerate.weight_files import numbered
+from hf_zero.integrations.random_state import share_random_state
 
 _DDP = "module."  # before every name, where a state was saved of a wrapped model
 
@@ -60,6 +61,9 @@ def load_plain(
         states = [_state_of(model, folder, index) for index, model in enumerate(models)]
         names = [f"{numbered(OPTIMIZER_NAME, index)}.bin" for index in range(len(accelerator._optimizers))]
         optimizers = [read(folder / name, {"map_location": "cpu", **kwargs}) for name in names]
+        _refuse_other_groups(accelerator._optimizers, optimizers, folder)
+        for index in range(len(accelerator._schedulers)):
+            read(folder / f"{numbered(SCHEDULER_NAME, index)}.bin", kwargs)
         registered = [read(folder / f"custom_checkpoint_{index}.pkl", kwargs) for index in range(len(objects))]
     with world.together(what, CheckpointError):
         for model, state in zip(models, states, strict=True):
@@ -76,21 +80,27 @@ def load_plain(
             accelerator.scaler,
             load_kwargs=dict(kwargs),
         )
-        accelerator.step = found.get("step", accelerator.step)
         for each, state in zip(objects, registered, strict=True):
             each.load_state_dict(state)
-    counted = [state.get("step", 0) for optimizer in optimizers for state in optimizer["state"].values()]
-    return int(max(counted, default=0))
+    accelerator.step = world.share(found.get("step", accelerator.step), what)  # ranks may be more than those that saved
+    share_random_state(world)
+    states_of_all = [
+        state for optimizer in optimizers for state in optimizer["state"].values() if isinstance(state, dict)
+    ]
+    return int(max((state.get("step", 0) for state in states_of_all), default=0))
 
 
 def newest_plain(run: Path, number_of: Callable[[Path], int | None]) -> Path | None:
-    """The state with the highest number in a folder; None where one is ours."""
-    numbered_ones = (
-        {number: path for path in run.iterdir() if (number := number_of(path)) is not None} if run.is_dir() else {}
+    """The state with the highest number in a folder; None where it is ours."""
+    found = (
+        [(number, path) for path in run.iterdir() if (number := number_of(path)) is not None] if run.is_dir() else []
     )
-    if any((path / MANIFEST).exists() for path in numbered_ones.values()):
-        return None
-    return next((path for _, path in sorted(numbered_ones.items(), reverse=True) if is_plain(path)), None)
+    for _, path in sorted(found, reverse=True):
+        if (path / MANIFEST).exists():
+            return None
+        if is_plain(path):
+            return path
+    return None
 
 
 def _weights(folder: Path, index: int) -> tuple[Path, Path]:
@@ -116,6 +126,18 @@ def _refuse_missing(accelerator: Any, folder: Path, num_models: int) -> None:
         )
 
 
+def _refuse_other_groups(optimizers: Sequence[Any], states: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    for optimizer, state in zip(optimizers, states, strict=True):
+        sizes = [
+            [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, state["param_groups"])
+        ]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"the optimizer in {folder} has groups of {sizes[1]} parameters, but this one of {sizes[0]}: make the one "
+                "that was saved"
+            )
+
+
 def _state_of(model: nn.Module, folder: Path, index: int) -> dict[str, Any]:
     """A model's state dict, with names of the model, checked."""
     safe, pickled = _weights(folder, index)
@@ -125,9 +147,12 @@ def _state_of(model: nn.Module, folder: Path, index: int) -> dict[str, Any]:
     wanted = model.state_dict()
     if all(name.startswith(_DDP) for name in state) and not all(name.startswith(_DDP) for name in wanted):
         state = {name.removeprefix(_DDP): value for name, value in state.items()}
-    ties: dict[int, list[str]] = {}
+    ties: dict[object, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         ties.setdefault(id(param), []).append(name)
+    for name, value in wanted.items():
+        if type(value) is Tensor and value.numel():  # a buffer
+            ties.setdefault((value.untyped_storage()._cdata, value.storage_offset(), value.shape), []).append(name)
     for names in ties.values():  # of tied weights, safetensors has one
         known = next((name for name in names if name in state), None)
         if known is not None:

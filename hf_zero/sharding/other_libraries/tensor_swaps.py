@@ -37,6 +37,8 @@ def install() -> None:
 def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) -> None:
     if t1 is t2:
         return
+    if isinstance(t2, PartitionedTensor) and not isinstance(t1, PartitionedTensor):
+        t1, t2 = t2, t1
     # `module.to` what it is already exchanges the parameter with an alias. Not by addresses: ranks without rows must agree.
     if isinstance(t1, PartitionedTensor) and torch_compat.local_of(t1) is not torch_compat.local_of(t2):
         if not isinstance(t2, PartitionedTensor) and (t2.shape, t2.dtype) == (t1.shape, t1.dtype):
@@ -67,10 +69,16 @@ def _exchange(one: PartitionedTensor, other: PartitionedTensor) -> None:
     one.copy_(other)
     other.copy_(before)
     one.grad, other.grad = other.grad, one.grad
+    flags = one.requires_grad, other.requires_grad
+    other.requires_grad_(flags[0])
+    one.requires_grad_(flags[1])
 
 
 @torch.no_grad()
 def _swap_values(partitioned: PartitionedTensor, whole: Tensor) -> None:
-    before = partitioned.full_tensor()
+    before, grad = partitioned.full_tensor(), partitioned.grad
+    whole_grad = None if grad is None else grad.full_tensor()
     partitioned.copy_(whole)
     whole.copy_(before)
+    if whole.is_leaf:
+        partitioned.grad, whole.grad = whole.grad, whole_grad

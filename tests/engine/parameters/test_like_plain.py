@@ -127,6 +127,10 @@ def test_parameters_are_exchanged_by_swap_tensors(stage: int) -> None:
     assert_same(twins.model, twins.reference)
     twins.step()
     twins.step()
+    for model in (twins.model, twins.reference):
+        model.blocks[0].up.weight.requires_grad_(False)
+        torch.utils.swap_tensors(model.blocks[0].up.weight, model.blocks[1].up.weight)
+        assert [block.up.weight.requires_grad for block in model.blocks[:2]] == [True, False]
     with pytest.raises(zero.UsageError, match=r"swap_tensors of .* which differ in shape"):
         torch.utils.swap_tensors(twins.model.enter.weight, twins.model.head.bias)
     dist.barrier()

@@ -163,3 +163,77 @@ def test_what_cannot_be_made_is_told_where_it_is_read_and_nowhere_else() -> None
         with pytest.raises(zero.CollectiveError, match="it has no such value"):
             kept[0].tolist()
     dist.barrier()
+
+
+@on_ranks(2, stage=[1, 3])
+def test_what_is_computed_after_a_swap_is_kept(stage: int) -> None:
+    """A rank swaps values in and out alone, and computes from what it has then; while they are in, each rank has its own."""
+    twins = Twins(stage, collectives="pairwise")
+    twins.step()
+    weight, expected = twins.model.head.weight, twins.reference.head.weight.detach().clone()
+    dist.barrier()
+    kept: list[Tensor] = []
+    with torch.no_grad():
+        for alone in range(2):  # one after the other, so that each changes it alone
+            if twins.rank == alone:
+                before = weight.detach().clone()
+                weight.copy_((2 + alone) * before)
+                kept.append(weight.detach() * 1.0)
+                weight.copy_(before)
+                kept += [weight.detach() * 3.0, twins.model.head.bias.detach() * 3.0]
+            dist.barrier()
+        if twins.rank == 0:
+            with pytest.raises(zero.CollectiveError, match="it has no such value"):
+                kept[0].tolist()
+            torch.testing.assert_close(kept[1].full_tensor(), expected * 3)
+    twins.step()
+    if twins.rank == 0:
+        torch.testing.assert_close(kept[1].full_tensor(), expected * 3)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_values_may_be_no_numbers(stage: int = 3) -> None:
+    twins = Twins(stage)
+    with zero.GatheredParameters(twins.model.head), torch.no_grad():
+        twins.model.head.weight[0, 0] = torch.nan
+    kept = [twins.model.head.weight.detach().clone() for _ in range(2)]
+    if twins.rank == 0:
+        assert kept[0].full_tensor().isnan().sum() == 1
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_what_a_rank_cannot_make_is_an_error_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(3)
+    twins.step()
+    kept = twins.model.head.weight.detach() * 2 if twins.rank == 0 else None
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(values.Recipe, "make", fail)
+    twins.step()
+    monkeypatch.undo()
+    twins.step()
+    if kept is not None:
+        with pytest.raises(zero.CollectiveError, match="it has no such value"):
+            kept.tolist()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_calls_beyond_the_limit_are_forgotten_but_for_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_MOST_RECIPES", 10)
+    twins = Twins(3)
+    twins.step()
+    kept = None
+    if twins.rank == 0:
+        kept = twins.model.head.weight.detach() * 2
+        for number in range(25):
+            twins.model.head.weight.detach() * number
+    expected = twins.reference.head.weight.detach() * 2
+    twins.step()
+    if kept is not None:
+        torch.testing.assert_close(kept.full_tensor(), expected)
+    dist.barrier()

@@ -62,8 +62,12 @@ def test_what_accelerate_has_saved_goes_on(stage: int, case: str, is_safe: bool,
     project = ProjectConfiguration(project_dir=str(run), automatic_checkpoint_naming=True)
     loop = Loop(Setup(stage=stage, case=case, seed=1), project)
     model, optimizer, drawn = _save_plainly(case, folder, is_safe)
+    is_of_fewer = case == "llama" and not is_safe
+    if is_of_fewer and rank() == 0:
+        (folder / "random_states_1.pkl").unlink()
+    dist.barrier()
     loop.accelerator.load_state(None if is_named else folder)
-    assert torch.rand(2).tolist() == drawn
+    assert torch.rand(2).tolist() == drawn or (is_of_fewer and rank() == 1)
     assert loop.counter.values == {"steps": _STEPS} and loop.accelerator.step == 7
     assert loop.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 1e-2
     for module in loop.model.modules():
@@ -76,6 +80,7 @@ def test_what_accelerate_has_saved_goes_on(stage: int, case: str, is_safe: bool,
         loop.accelerator.backward(loss)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
+    loop.accelerator.project_configuration.iteration = 11
     loop.accelerator.save_state()
     loop.accelerator.load_state()  # ours from now on
     torch.testing.assert_close(whole_state_dict(loop.model), dict(model.state_dict()))
@@ -83,6 +88,12 @@ def test_what_accelerate_has_saved_goes_on(stage: int, case: str, is_safe: bool,
 
 def _remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
+
+
+def _other_groups(folder: Path) -> None:
+    state = torch.load(folder / "optimizer.bin")
+    state["param_groups"][0]["params"].pop()
+    torch.save(state, folder / "optimizer.bin")
 
 
 def _other_names(folder: Path) -> None:
@@ -101,6 +112,7 @@ _MISSING = "is missing: fewer objects were prepared when accelerate saved this s
         (_remove("optimizer.bin"), _MISSING),
         (_remove("scheduler.bin"), _MISSING),
         (_remove("custom_checkpoint_0.pkl"), "states of 0 registered objects, but 1 are registered"),
+        (_other_groups, "has groups of .* parameters, but this one"),
         (_other_names, "is of another model: model.norm.weight"),
         (_remove("model.safetensors"), "not a complete checkpoint"),
     ],

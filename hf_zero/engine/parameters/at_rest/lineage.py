@@ -20,18 +20,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine.parameters.at_rest.operators import base_name
-from hf_zero.engine.parameters.at_rest.recipes import Called, Key, Recipe, UnknownError, digest
-from hf_zero.engine.parameters.at_rest.root import Root
-from hf_zero.engine.parameters.at_rest.values import (
+from hf_zero.engine.parameters.at_rest.entries import (
     forget,
     key_of_cast,
     key_of_parameter,
     key_of_value,
-    note,
     rows_with,
 )
+from hf_zero.engine.parameters.at_rest.operators import base_name
+from hf_zero.engine.parameters.at_rest.recipes import Called, Key, Recipe, UnknownError, digest
+from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.parameters.at_rest.values import note
 from hf_zero.engine.parameters.at_rest.weak_tensor import WeakTensor
+from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.engine.ranks.serving import Serving
 
 _COPIES = ("clone", "_to_copy", "contiguous", "lift_fresh")
@@ -43,7 +44,9 @@ def key_of(root: Root) -> Key | None:
     param = root.param
     number = None if param is None else world.serving.number_of(param)
     if number is not None:
-        return key_of_parameter(world.serving, number, world.serving.apart.tick)  # which nobody else has
+        assert param is not None
+        tick = world.serving.apart.tick_of(param)
+        return key_of_parameter(world.serving, number, (tick, world.rank) if tick else 0)  # which nobody else has
     return key_of_value(root)
 
 
@@ -128,7 +131,7 @@ def note_parameter(made: Root) -> None:
     # A chain, so that ranks which have made others before have no key in common, rather than that of another parameter.
     tensor = cast(Tensor, made)
     _made[serving] = key = digest("made", serving.name, _made.get(serving), tuple(tensor.shape), tensor.dtype)
-    note(made, key)
+    note(made, key, is_filled=False)
 
 
 def note_copy(copy: Root, original: Root) -> None:
@@ -148,7 +151,7 @@ def copied_over(root: Root) -> Key | Tensor | None:
     if rows is None or rows() is not root.rows:
         return None
     if isinstance(source, Key):
-        return source if any(torch.equal(value, root.rows) for value in rows_with(source)) else None
+        return source if any(same_bits(value, root.rows) for value in rows_with(source)) else None
     plain = None if source is None else source.tensor()
     return plain if plain is not None and torch.equal(root.cut(plain), root.rows) else None
 

@@ -11,11 +11,10 @@ were before a step or an edit that came in between) is an error where it is read
 from __future__ import annotations
 
 import contextlib
-import functools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +22,29 @@ from torch import Tensor
 from hf_zero.comm.agreements import bits, words
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.together import share
-from hf_zero.engine.parameters.at_rest.recipes import Key, Recipe, digest
+from hf_zero.engine.parameters.at_rest.entries import (
+    Entry,
+    entries_of,
+    forget,
+    keep,
+    key_of_cast,
+    key_of_parameter,
+    key_of_value,
+    with_key,
+)
+from hf_zero.engine.parameters.at_rest.recipes import Key, Recipe
 from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.engine.ranks.offers import GONE
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
+logger = logging.getLogger(__name__)
+
 VALUES = "values computed from parameters"
 _LABEL = "values that some ranks have computed alone"
-_MOST_RECIPES = 20_000  # between two backwards: beyond, what was made alone before can be read no more
+_MOST_RECIPES = 20_000  # between two backwards; of what is still there twice as many, and the rest cannot be read alone
 _BITS, _PRINT_BYTES = 62, 7  # of a fingerprint, and of a key in it
 _CHANGED = "it has changed the value since: let all ranks run the line that reads"
 _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -40,69 +52,23 @@ _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Part = tuple[Tensor, RowLayout]
 
 
-class _Entry(NamedTuple):
-    """A value that has a key.
-
-    Attributes:
-        rows: this rank's.
-        key: its own.
-        layout: which rows are whose.
-        ready: on a device, passes when they are there.
-        world: the name of the ranks that have it.
-    """
-
-    rows: weakref.ref[Tensor]
-    key: Key
-    layout: RowLayout
-    ready: torch.Event | None
-    world: str
-
-
-_entries: dict[int, _Entry] = {}  # by the id of the rows
-
-
-def key_of_parameter(serving: Serving, number: tuple[int, int], tick: int = 0) -> Key:
-    """Of a parameter as it is now."""
-    return digest("a parameter", serving.name, number, serving.version, tick)
-
-
-def key_of_cast(key: Key, dtype: torch.dtype) -> Key:
-    """Of a value in another dtype."""
-    return digest("cast", key, dtype)
-
-
-def key_of_value(root: Root) -> Key | None:
-    """Of what is no engine's parameter; None: it has none."""
-    entry = _entries.get(id(root.rows))
-    return entry.key if entry is not None and entry.rows() is root.rows else None
-
-
-def note(root: Root, key: Key | None, recipe: Recipe | None = None) -> None:
+def note(root: Root, key: Key | None, recipe: Recipe | None = None, is_filled: bool = True) -> None:
     """What a tensor is from now on.
 
     Args:
         root: the tensor.
         key: None: nobody can know.
         recipe: how it has been made, if others can make it so.
+        is_filled: it has its values already.
     """
     world, cut = root.held
     rows, param, serving = root.rows, root.param, world.serving
     if key is None:
         forget(rows)
     elif root.is_cut and serving.is_asked and (param is None or serving.number_of(param) is None):
-        _keep(serving, rows, key, cut.rows)
+        keep(serving, rows, key, cut.rows, is_filled)
         if recipe is not None:
             _values_of(serving).remember(key, recipe)
-
-
-def forget(rows: Tensor) -> None:
-    """These rows change without a note here: they are written back to."""
-    _entries.pop(id(rows), None)
-
-
-def rows_with(key: Key) -> list[Tensor]:
-    """This rank's rows of all that has a key."""
-    return [rows for _, rows in _with(key)]
 
 
 def serve(serving: Serving) -> None:
@@ -126,28 +92,9 @@ def settle(serving: Serving, among: Collectives, are_alike: bool) -> None:
         are_alike: whether they keep the same; the same answer on all of them.
     """
     if not are_alike:
-        _values_of(serving).exchange(among)
+        _values_of(serving).exchange(among, serving.device.type)
     if serving in _by_serving:
         _by_serving[serving].recipes.clear()
-
-
-def _keep(serving: Serving, rows: Tensor, key: Key, layout: RowLayout) -> None:
-    ready = None if rows.device.type == "cpu" else torch.Event(rows.device)
-    if ready is not None:
-        ready.record()
-    reference = weakref.ref(rows, functools.partial(_forget, id(rows)))
-    _entries[id(rows)] = _Entry(reference, key, layout, ready, serving.name)
-
-
-def _forget(number: int, reference: weakref.ref[Tensor]) -> None:
-    with contextlib.suppress(KeyError):
-        if _entries[number].rows is reference:
-            del _entries[number]
-
-
-def _with(key: Key) -> list[tuple[_Entry, Tensor]]:
-    entries = [entry for entry in list(_entries.values()) if entry.key == key]
-    return [(entry, rows) for entry in entries if (rows := entry.rows()) is not None]
 
 
 # ---- of one world's ranks --------------------------------------------------------------------------------------------
@@ -181,13 +128,14 @@ class _Values:
         self.recipes: dict[Key, Recipe] = {}
         self._adopted: dict[Key, Tensor] = {}  # rows of what other ranks keep
         self._parted: set[Key] = set()  # what not all can have
-        self._version, self._by_key = -1, dict[Key, tuple[tuple[int, int], torch.dtype | None]]()
+        self._table: tuple[int, dict[Key, tuple[tuple[int, int], torch.dtype | None]]] = -1, {}
 
     def remember(self, key: Key, recipe: Recipe) -> None:
         """This rank has made a value."""
         if len(self.recipes) >= _MOST_RECIPES:
-            self.recipes.clear()
-        self.recipes[key] = recipe
+            self.recipes = _needed([entry.key for entry in self._entries()], self.recipes, lambda _: False)
+        if len(self.recipes) < 2 * _MOST_RECIPES:
+            self.recipes[key] = recipe
 
     # --- one rank reads ---------------------------------------------------------------------------------------------
 
@@ -202,13 +150,13 @@ class _Values:
             CollectiveError: it cannot, or has several that are not the same.
         """
         key, recipes = question
-        found = _with(key)
+        found = with_key(key)
         if not found:
             return self._made_for_another(key, recipes)
         values = [_on_host(rows, entry) for entry, rows in found]
-        if any(not torch.equal(values[0], value) for value in values):
+        if any(not same_bits(values[0], value) for value in values):
             raise CollectiveError("it has several such values, which differ: let all ranks run the line that reads")
-        if len(_with(key)) != len(found):
+        if len(with_key(key)) != len(found):
             raise CollectiveError(_CHANGED)
         return values[0], found[0][0].layout
 
@@ -217,12 +165,12 @@ class _Values:
         if serving is None:
             raise CollectiveError(GONE)
         with serving.beside(serving.device):
-            operands = {each for recipe in recipes.values() for each in recipe.operands if _with(each)}
+            operands = {each for recipe in recipes.values() for each in recipe.operands if with_key(each)}
             part = self._made([key], recipes).get(key) or self._of_parameter(key)
             if part is None:
                 raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
             rows = part[0].cpu().clone()
-        if not all(map(_with, operands)):
+        if not all(map(with_key, operands)):
             raise CollectiveError(_CHANGED)
         return rows, part[1]
 
@@ -234,8 +182,17 @@ class _Values:
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def exchange(self, among: Collectives) -> None:
-        """Make what other ranks keep, and drop what they do not any more."""
+    def exchange(self, among: Collectives, kind: str) -> None:
+        """Make what other ranks keep, and drop what they do not any more.
+
+        Args:
+            among: all of them.
+            kind: of their devices.
+        """
+        with torch.autocast("cpu", enabled=False), torch.autocast(kind, enabled=False):
+            self._exchange(among)
+
+    def _exchange(self, among: Collectives) -> None:
         own = self._own()
         prints = [number for (number,) in among.agree([_sum(own)], _LABEL)]
         wanted, recipes = dict[Key, str](), dict[Key, Recipe]()
@@ -259,21 +216,23 @@ class _Values:
         alive = [(entry.key, entry.rows()) for entry in self._entries() if id(entry.rows()) not in adopted]
         return {key: rows.device.type for key, rows in alive if rows is not None}
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[Entry]:
         serving = self._serving()
-        return [] if serving is None else [e for e in list(_entries.values()) if e.world == serving.name]
+        return [] if serving is None else entries_of(serving.name)
 
     def _adopt(self, wanted: dict[Key, str], recipes: dict[Key, Recipe]) -> None:
+        serving = self._serving()
+        assert serving is not None
         missing = [key for key in wanted if key not in self._adopted]
-        made = self._made(missing, recipes, lambda key: key in wanted or self._adopted.pop(key, None))
-        for key in missing:
-            part = made.pop(key, None) or self._of_parameter(key)
-            if part is not None:
-                rows = part[0].to(self._device(wanted[key]), copy=True)
-                self._adopted[key] = rows
-                serving = self._serving()
-                assert serving is not None
-                _keep(serving, rows, key, part[1])
+        try:
+            made = self._made(missing, recipes, lambda key: key in wanted or self._adopted.pop(key, None))
+            for key in missing:
+                part = made.pop(key, None) or self._of_parameter(key)
+                if part is not None:
+                    self._adopted[key] = rows = part[0].to(self._device(wanted[key]), copy=True)
+                    keep(serving, rows, key, part[1])
+        except Exception as error:  # the others hear that it is lacking here
+            logger.warning("what another rank has computed alone is not kept here, and cannot be read: %s", error)
 
     # --- how values are made ----------------------------------------------------------------------------------------
 
@@ -281,7 +240,7 @@ class _Values:
         self, keys: Sequence[Key], recipes: dict[Key, Recipe], after_last_use: Callable[[Key], object] = lambda _: None
     ) -> dict[Key, _Part]:
         """Those of `keys` that recipes make of what is here."""
-        needed = _needed(keys, recipes, lambda key: self._part(key) is not None)
+        needed = _needed(keys, recipes, self._has)
         uses = Counter(operand for recipe in needed.values() for operand in recipe.operands)
         made = dict[Key, _Part]()
         for key, recipe in needed.items():
@@ -297,31 +256,41 @@ class _Values:
                     after_last_use(operand)
         return made
 
+    def _has(self, key: Key) -> bool:
+        return bool(with_key(key)) or key in self._parameters()
+
     def _part(self, key: Key) -> _Part | None:
         """This rank's part of what it has, as it is."""
-        for entry, rows in _with(key):
-            if entry.ready is not None:
+        for entry, rows in with_key(key):
+            if entry.ready is not None and rows.device.type == "cpu":
+                entry.ready.synchronize()
+            elif entry.ready is not None:
                 torch.accelerator.current_stream(rows.device).wait_event(entry.ready)
             return rows, entry.layout
         return self._of_parameter(key)
 
     def _of_parameter(self, key: Key) -> _Part | None:
         """What a copy of a parameter has, as this is now: nobody has to keep a copy for others to read theirs."""
-        serving = self._serving()
-        if serving is None:
+        serving, known = self._serving(), self._parameters().get(key)
+        if serving is None or known is None:
             return None
-        version = serving.version
-        if version != self._version:
-            known = {key_of_parameter(serving, number): number for number in serving.numbers()}
-            self._by_key = {key: (number, None) for key, number in known.items()}
-            for cast in _CASTS:
-                self._by_key |= {key_of_cast(key, cast): (number, cast) for key, number in known.items()}
-            self._version = version
-        if key not in self._by_key:
-            return None
-        number, dtype = self._by_key[key]
+        number, dtype = known
         rows, layout = serving.parameter(number)
         return (rows.detach() if dtype is None else rows.detach().to(dtype)), layout
+
+    def _parameters(self) -> dict[Key, tuple[tuple[int, int], torch.dtype | None]]:
+        """The keys that copies of parameters have now, in their dtype or cast."""
+        serving = self._serving()
+        if serving is None:
+            return {}
+        version = serving.version
+        if self._table[0] != version:
+            known = {key_of_parameter(serving, number): number for number in serving.numbers()}
+            table: dict[Key, tuple[tuple[int, int], torch.dtype | None]] = {key: (n, None) for key, n in known.items()}
+            for cast in _CASTS:
+                table |= {key_of_cast(key, cast): (number, cast) for key, number in known.items()}
+            self._table = version, table
+        return self._table[1]
 
     def _device(self, kind: str) -> torch.device:
         serving = self._serving()
@@ -330,20 +299,27 @@ class _Values:
 
 def _needed(keys: Sequence[Key], recipes: dict[Key, Recipe], has: Callable[[Key], bool]) -> dict[Key, Recipe]:
     """Those of the recipes that make `keys`, each after those of what it is made of."""
-    found, open_keys = set[Key](), [*keys]
+    found, seen = dict[Key, Recipe](), set[Key]()
+    open_keys = [(key, False) for key in reversed(keys)]
     while open_keys:
-        key = open_keys.pop()
-        if key in recipes and key not in found and not has(key):
-            found.add(key)
-            open_keys += recipes[key].operands
-    return {key: recipe for key, recipe in recipes.items() if key in found}
+        key, is_ready = open_keys.pop()
+        if is_ready:
+            found[key] = recipes[key]
+        elif key in recipes and key not in seen and not has(key):
+            seen.add(key)
+            open_keys.append((key, True))
+            open_keys += [(operand, False) for operand in recipes[key].operands]
+    return found
 
 
 def _sum(keys: Iterable[Key]) -> int:
     return sum(int.from_bytes(key[:_PRINT_BYTES], "little") for key in keys) & (1 << _BITS) - 1
 
 
-def _on_host(rows: Tensor, entry: _Entry) -> Tensor:
+def _on_host(rows: Tensor, entry: Entry) -> Tensor:
+    if rows.device.type == "cpu" and entry.ready is not None:
+        entry.ready.synchronize()  # a copy from a device that nobody has waited for
+        return rows.detach().clone()
     with _after(entry.ready, rows.device):
         return rows.detach().cpu().clone()
 
