@@ -122,7 +122,8 @@ class Accumulation:
         if self.reducer is not None and not waits:
             self.reducer.ready(unit, found)
             return
-        given = {p: found[p] for p in filter(is_trainable, unit.parameters) if p in found}
+        among = unit.parameters if len(found) > 1 else found  # of many reads, each has one
+        given = {p: found[p] for p in filter(is_trainable, among) if p in found}
         if self.reducer is None:
             grads = list(given.values())
             values = in_dtypes(grads, [self._world.precision.reduce_for(grad.dtype) for grad in grads])

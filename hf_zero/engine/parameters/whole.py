@@ -251,6 +251,41 @@ def num_writes(tensor: Tensor) -> int:
     return nums_of_writes([tensor])[0]
 
 
+class Glance:
+    """Whole tensors as they are now: tells at little cost, for each of them, that nothing was written into any.
+
+    Args:
+        tensors: the first ones.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._num_attributes: list[int] = []  # others than torch count, too, in attributes
+        self._is_certain = True
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """One more, as it is now."""
+        known = vars(tensor)
+        self._is_certain = self._is_certain and not (
+            tensor.is_inference() or _COUNTER in known or _BEFORE_NUMPY in known
+        )
+        if self._is_certain:
+            self._tensors.append(tensor)
+            self._versions.append(raw_version(tensor))
+            self._num_attributes.append(len(known))
+
+    def is_same(self) -> bool:
+        """Whether none was written to, for certain."""
+        return (
+            self._is_certain
+            and self._versions == [*map(raw_version, self._tensors)]
+            and self._num_attributes == [*map(len, map(vars, self._tensors))]
+        )
+
+
 def is_safe_to_keep(tensor: Tensor) -> bool:
     """Whether what was written into a whole tensor was written by this rank alone: it had left shared memory before."""
     return type(tensor) is Whole or vars(tensor).get(_MOVED) == 0

@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from hf_zero.engine.parameters.at_rest.given import have_been_given, refuse_unlike
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.records import ZeroParameter
-from hf_zero.engine.parameters.whole import is_safe_to_keep, num_writes, retire
+from hf_zero.engine.parameters.whole import Glance, is_safe_to_keep, num_writes, retire
 from hf_zero.engine.ranks.alike import checksum
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.unit import Unit
@@ -85,6 +85,7 @@ class Reads:
     def __init__(self) -> None:
         self._known: dict[tuple[ZeroParameter, bool], tuple[Unit, Tensor]] = {}
         self._before: dict[tuple[ZeroParameter, bool], int] = {}
+        self._glance = Glance()
 
     def find(self, p: ZeroParameter, is_traced: bool) -> Tensor | None:
         """What was read of a parameter already, in the graph or outside of it."""
@@ -95,6 +96,7 @@ class Reads:
         """Remember what was read."""
         self._known[p, is_traced] = unit, whole
         self._before[p, is_traced] = num_writes(whole)
+        self._glance.add(whole)
         p.read.append(whole)
 
     def source_of(self, tensor: Tensor) -> Tensor:
@@ -103,6 +105,9 @@ class Reads:
 
     def take_written(self) -> Iterator[Written]:
         """What was written to since it was read, or since this was asked."""
+        if self._glance.is_same():  # this is asked at every read
+            return
+        self._glance = Glance(whole for _, whole in self._known.values())
         for key, (unit, whole) in self._known.items():
             count = num_writes(whole)
             if count != self._before[key]:
@@ -114,6 +119,7 @@ class Reads:
         for is_traced in (False, True):
             if self._known.get((p, is_traced), (None, but))[1] is not but:
                 del self._known[p, is_traced]
+                self._glance = Glance(whole for _, whole in self._known.values())
 
     def clear(self) -> None:
         """The pass is over."""
@@ -122,3 +128,4 @@ class Reads:
             p.read.clear()
         self._known.clear()
         self._before.clear()
+        self._glance = Glance()
