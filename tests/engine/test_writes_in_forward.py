@@ -268,14 +268,17 @@ def test_weights_are_copied_and_pickled_inside_a_forward_as_plain_tensors(stage:
 
 
 class Edited(nn.Module):
-    """Writes through views of the weight of a part that it does not call before it has."""
+    """Writes through views, or `.data`, of the weight of a part that it does not call before it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_data: bool = False) -> None:
         super().__init__()
-        self.part = nn.Linear(3, 4)
+        self.part, self.by_data = nn.Linear(3, 4), by_data
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.part.weight
+        if self.by_data:
+            weight.data.mul_(0.5)  # which autograd does not count
+            return self.part(x) + self.part.weight.sum() + self.part.bias.sum()
         with torch.no_grad():
             weight[0].mul_(0.5)
             weight.view(-1)[3:5] = 0.25
@@ -284,9 +287,9 @@ class Edited(nn.Module):
         return self.part(x) + weight.sum()
 
 
-@on_ranks(2, stage=SHARDED, prefetch_bytes=[0, 2**20])
-def test_views_of_another_modules_weight_are_written(stage: int, prefetch_bytes: int) -> None:
-    pair = Pair(Edited, stage=stage, collectives="pairwise", prefetch_bytes=prefetch_bytes)
+@on_ranks(2, stage=SHARDED, prefetch_bytes=[0, 2**20], by_data=[False, True])
+def test_views_of_another_modules_weight_are_written(stage: int, prefetch_bytes: int, by_data: bool) -> None:
+    pair = Pair(lambda: Edited(by_data), stage=stage, collectives="pairwise", prefetch_bytes=prefetch_bytes)
     pair.step(3)
     pair.evaluate()
 
