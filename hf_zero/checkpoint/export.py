@@ -75,7 +75,7 @@ def _alone(value: Tensor) -> Tensor:
 def _whole_state(
     entries: Mapping[str, Any], keep: bool, names: Collection[str] | None, gather: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    gathered: dict[tuple[int, int], Tensor] = {}
+    gathered: dict[tuple[object, ...], Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in entries.items():
         if names is not None and name not in names:
@@ -102,12 +102,12 @@ def _is_at_rest(value: object) -> bool:
     return isinstance(value, DTensor | AtRest)
 
 
-def _identity(value: Tensor) -> tuple[int, int]:
+def _identity(value: Tensor) -> tuple[object, ...]:
     """The same for two entries of a tied parameter, even on a rank without rows."""
     if isinstance(value, AtRest) and not isinstance(value, DTensor):
-        return id(value), 0  # a view
+        return (id(value),)  # a view
     local = torch_compat.local_of(value)
-    return local.untyped_storage()._cdata, int(local.storage_offset())
+    return local.untyped_storage()._cdata, int(local.storage_offset()), tuple(value.shape), value.stride()
 
 
 def save_whole(

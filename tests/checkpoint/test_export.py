@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import AutoModelForCausalLM
 
 import hf_zero as zero
-from hf_zero.checkpoint.export import whole_state_dict, world_of_model
+from hf_zero.checkpoint.export import _whole_state, whole_state_dict, world_of_model
 from tests.models import CASES, AwkwardMLP, make_model
 from tests.ranks import by_hand, on_ranks, run_ranks
 
@@ -180,6 +180,14 @@ def test_what_is_computed_of_weights_and_given_is_written(given: str, alone: str
     dist.barrier()
     found = load_file(folder / "model.safetensors")
     torch.testing.assert_close(found, oracle, rtol=0, atol=0)
+
+
+def test_parts_of_one_plain_tensor_are_not_taken_for_ties() -> None:
+    table = torch.arange(6.0).view(2, 3)
+    given = {"all": table, "tied": table.detach(), "first": table[:1], "turned": table.t()}
+    found = _whole_state(given, True, None, lambda _: pytest.fail("nothing is at rest"))
+    torch.testing.assert_close(found, given, rtol=0, atol=0)
+    assert found["all"] is found["tied"]
 
 
 # ---- on the main process alone ---------------------------------------------------------------------------------------

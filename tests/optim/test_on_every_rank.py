@@ -15,7 +15,18 @@ import hf_zero as zero
 from hf_zero.checkpoint.export import whole_state_dict
 from hf_zero.optim.optimizers import owned_by
 from tests.optim.test_foreign_optimizers import _Averaging, _WithModes
-from tests.optim.test_stepping import STEPS, ByPlace, Classifier, GlobalNorm, Make, backward, furthest, make, train
+from tests.optim.test_stepping import (
+    STEPS,
+    ByPlace,
+    Classifier,
+    GlobalNorm,
+    Make,
+    accelerated,
+    backward,
+    furthest,
+    make,
+    train,
+)
 from tests.ranks import next_turn, on_ranks, run_alone, run_ranks
 
 _ON: dict[str, Any] = {"optimizer_on": "every_rank"}
@@ -79,19 +90,10 @@ def test_what_exchanges_in_its_step_may(stage: int = 1) -> None:
     assert furthest(model, oracle) == 0.0
 
 
-def _accelerated(name: str, stage: int) -> tuple[Any, Classifier, Any]:
-    plugin = zero.ZeroPlugin(stage=stage, collectives="pairwise", gradient_reduction="sum", timeout_s=20, **_ON)
-    accelerator = zero.ZeroAccelerator(zero_plugin=plugin)
-    torch.manual_seed(0)
-    model = Classifier()
-    model, optimizer = accelerator.prepare(model, MAKES[name](model))
-    return accelerator, model, optimizer
-
-
 def _save(folder: Path, stage: int) -> None:
     for name in ("norm", "adamw"):
         next_turn()
-        accelerator, model, optimizer = _accelerated(name, stage)
+        accelerator, model, optimizer = accelerated(MAKES[name], stage, **_ON)
         train(model, optimizer, range(2))
         accelerator.save_state(str(folder / name))
         if dist.is_initialized() and dist.get_rank() == 0:
@@ -108,7 +110,7 @@ def _go_on(folder: Path, stage: int) -> None:
             next_turn()
             oracle = make()
             train(oracle, MAKES[name](oracle))
-            accelerator, model, optimizer = _accelerated(name, stage)
+            accelerator, model, optimizer = accelerated(MAKES[name], stage, **_ON)
             accelerator.load_state(str(folder / f"{name}{kind}"))
             train(model, optimizer, range(2, STEPS))
             assert furthest(model, oracle) == 0.0, name

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero as zero
+from hf_zero.checkpoint.optimizer_state import capture
 from tests.optim.test_stepping import Classifier, furthest, make, train
 from tests.ranks import on_ranks
 
@@ -177,6 +178,8 @@ def test_an_optimizer_around_one_that_steps_on_whole_parameters(stage: int, is_l
         )
     train(model, ours)
     assert furthest(model, oracle) < 1e-6
+    with pytest.raises(zero.CheckpointError, match=r"fast' is of an optimizer around .* optimizer_on: every_rank"):
+        capture(ours.inner, model, "optimizer")
 
 
 class Masters(torch.optim.Optimizer):

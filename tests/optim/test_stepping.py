@@ -512,19 +512,19 @@ def test_layers_unfrozen_later_and_whole_states_that_are_loaded(optimizer_class:
 SAVED: dict[str, Make] = {name: WHOLE[name] for name in ("orthogonal", "robust", *by_hand("Adafactor"))}
 
 
-def accelerated(name: str, stage: int) -> tuple[Any, nn.Module, Any]:
-    plugin = zero.ZeroPlugin(stage=stage, collectives="pairwise", gradient_reduction="sum", timeout_s=20)
+def accelerated(factory: Make, stage: int, **options: Any) -> tuple[Any, Classifier, Any]:
+    plugin = zero.ZeroPlugin(stage=stage, collectives="pairwise", gradient_reduction="sum", timeout_s=20, **options)
     accelerator = zero.ZeroAccelerator(zero_plugin=plugin)
     torch.manual_seed(0)
     model = Classifier()
-    model, optimizer = accelerator.prepare(model, SAVED[name](model))
+    model, optimizer = accelerator.prepare(model, factory(model))
     return accelerator, model, optimizer
 
 
 def save_after_two(folder: Path, stage: int) -> None:
     for name in SAVED:
         next_turn()
-        accelerator, model, optimizer = accelerated(name, stage)
+        accelerator, model, optimizer = accelerated(SAVED[name], stage)
         train(model, optimizer, range(2))
         accelerator.save_state(str(folder / name))
 
@@ -534,7 +534,7 @@ def go_on(folder: Path, stage: int) -> None:
         next_turn()
         oracle = make()
         train(oracle, SAVED[name](oracle))
-        accelerator, model, optimizer = accelerated(name, stage)
+        accelerator, model, optimizer = accelerated(SAVED[name], stage)
         accelerator.load_state(str(folder / name))
         train(model, optimizer, range(2, STEPS))
         assert furthest(model, oracle) == 0.0, name

@@ -42,7 +42,7 @@ from hf_zero.host import progress
 from hf_zero.integrations.accelerate.alone import offer_states, whole_states, whole_weights
 from hf_zero.integrations.accelerate.data_order import order_of, restore_order
 from hf_zero.integrations.accelerate.hooks import after_load_hooks, after_save_hooks, models_of
-from hf_zero.integrations.accelerate.places import check_place, naming_folder, number_of, remove_old
+from hf_zero.integrations.accelerate.places import check_objects, check_place, naming_folder, number_of, remove_old
 from hf_zero.integrations.accelerate.plain_states import is_plain, load_plain, newest_plain
 from hf_zero.integrations.accelerate.weight_files import numbered, plan_weights, weights_name
 from hf_zero.integrations.random_state import share_random_state
@@ -307,11 +307,7 @@ def _check_files(
             "it in the precision that it was saved in"
         )
     count = sum(re.fullmatch(rf"{_CUSTOM}_\d+\.pkl", name) is not None for name in manifest.files)
-    if count != len(accelerator._custom_objects):
-        raise CheckpointError(
-            f"{folder} has states of {count} registered objects, but {len(accelerator._custom_objects)} are "
-            "registered: call register_for_checkpointing with the same objects, in the same order"
-        )
+    check_objects(accelerator, folder, count)
     plain = {"map_location": "cpu", "weights_only": not allow_pickle}
     custom = [_read_small(folder / f"{_CUSTOM}_{index}.pkl", plain) for index in range(count)]
     own = f"{_RANDOM}_{accelerator.process_index}.pkl"

@@ -50,6 +50,15 @@ def check_place(final: Path, is_named_here: bool) -> None:
         )
 
 
+def check_objects(accelerator: Any, folder: Path, count: int) -> None:
+    """Raise unless as many objects are registered as a state has been saved of."""
+    if count != len(accelerator._custom_objects):
+        raise CheckpointError(
+            f"{folder} has states of {count} registered objects, but {len(accelerator._custom_objects)} are "
+            "registered: call register_for_checkpointing with the same objects, in the same order"
+        )
+
+
 def remove_old(newest: Path, limit: int) -> None:
     """Remove the oldest checkpoints beside one that has just been committed.
 

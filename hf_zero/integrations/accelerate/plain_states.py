@@ -16,6 +16,7 @@ from hf_zero.checkpoint.files.manifest import MANIFEST
 from hf_zero.checkpoint.optimizer_state import state_files
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CheckpointError
+from hf_zero.integrations.accelerate.places import check_objects
 from hf_zero.integrations.accelerate.weight_files import numbered
 from hf_zero.integrations.random_state import share_random_state
 
@@ -64,6 +65,8 @@ def load_plain(
         _refuse_other_groups(accelerator._optimizers, optimizers, folder)
         for index in range(len(accelerator._schedulers)):
             read(folder / f"{numbered(SCHEDULER_NAME, index)}.bin", kwargs)
+        if accelerator.scaler is not None:
+            read(folder / SCALER_NAME, kwargs)
         registered = [read(folder / f"custom_checkpoint_{index}.pkl", kwargs) for index in range(len(objects))]
     with world.together(what, CheckpointError):
         for model, state in zip(models, states, strict=True):
@@ -118,12 +121,7 @@ def _refuse_missing(accelerator: Any, folder: Path, num_models: int) -> None:
                 f"{paths[0]} is missing: fewer objects were prepared when accelerate saved this state; prepare the same ones, "
                 "in the same order"
             )
-    count = len([*folder.glob("custom_checkpoint_*.pkl")])
-    if count != len(accelerator._custom_objects):
-        raise CheckpointError(
-            f"{folder} has states of {count} registered objects, but {len(accelerator._custom_objects)} are "
-            "registered: call register_for_checkpointing with the same objects, in the same order"
-        )
+    check_objects(accelerator, folder, len([*folder.glob("custom_checkpoint_*.pkl")]))
 
 
 def _refuse_other_groups(optimizers: Sequence[Any], states: Sequence[Mapping[str, Any]], folder: Path) -> None:

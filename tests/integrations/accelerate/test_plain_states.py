@@ -131,3 +131,31 @@ def test_what_accelerate_has_saved_in_part_changes_nothing(
     with pytest.raises(zero.CheckpointError, match=message):
         loop.accelerator.load_state(folder)
     torch.testing.assert_close(whole_state_dict(loop.model), before, rtol=0, atol=0)
+
+
+class _SharesBuffers(nn.Module):
+    """Of two buffers over the same memory, safetensors has one; its optimizer has a state that is no parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
+        self.register_buffer("a", torch.arange(3.0))
+        self.register_buffer("b", self.a)
+
+
+@on_ranks(2)
+def test_buffers_that_share_memory_and_states_of_no_parameter(tmp_path: Path) -> None:
+    accelerator = zero.ZeroAccelerator(zero_plugin=zero.ZeroPlugin(stage=3, collectives="pairwise"))
+    torch.manual_seed(rank())
+    model = _SharesBuffers()
+    saved = copy.deepcopy(model)
+    saved.a.mul_(2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, saved)]
+    optimizers[1].state["calls"] = 5  # type: ignore[index, assignment]
+    model, optimizer = accelerator.prepare(model, optimizers[0])
+    if rank() == 0:
+        save_accelerator_state(str(tmp_path), [saved.state_dict()], [optimizers[1]], [], [], 0, 3)
+    dist.barrier()
+    accelerator.load_state(tmp_path)
+    assert model.a.tolist() == model.b.tolist() == [0.0, 2.0, 4.0]
+    assert optimizer.state["calls"] == 5 and accelerator.step == 3

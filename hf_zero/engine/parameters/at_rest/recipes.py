@@ -110,8 +110,8 @@ class Recipe(NamedTuple):
         """
         namespace, name = self.called.name.split("::")
         func = getattr(getattr(getattr(torch.ops, namespace), name), self.called.overload or "default")
-        args = [_given(part, rows_of, self.device) for part in self.called.args]
-        kwargs = {key: _given(part, rows_of, self.device) for key, part in self.called.kwargs.items()}
+        args = [_given(part, rows_of) for part in self.called.args]
+        kwargs = {key: _given(part, rows_of) for key, part in self.called.kwargs.items()}
         writes = writes_of(func)
         for index, name in writes:
             if index < len(args):
@@ -151,7 +151,7 @@ def _part(value: Any, place: int | None, num_places: int, key_of: Callable[[Root
     return value
 
 
-def _given(part: Any, rows_of: Callable[[Key], Tensor], device: str) -> Any:
+def _given(part: Any, rows_of: Callable[[Key], Tensor]) -> Any:
     """The argument that `_part` has made into a part."""
     match part:
         case bytes():
@@ -161,9 +161,9 @@ def _given(part: Any, rows_of: Callable[[Key], Tensor], device: str) -> Any:
         case _Device():
             return torch.device(part.type)
         case _Place():
-            return [_given(part.part, rows_of, device)]
+            return [_given(part.part, rows_of)]
         case list():
-            return [_given(each, rows_of, device) for each in part]
+            return [_given(each, rows_of) for each in part]
     return part
 
 
