@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import torch_compat
-from hf_zero.engine.backward.backward import Backward, PlainBackward
+from hf_zero.engine.backward.backward import Backward
+from hf_zero.engine.backward.plain import PlainBackward
 from hf_zero.engine.modules.activations import PartitionedActivations
 from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
 from hf_zero.engine.modules.hooks import Hook, ModuleHooks

@@ -524,6 +524,26 @@ def test_a_backward_that_reaches_frozen_parameters_alone_reduces_what_no_sync_ha
     assert torch.equal(whole(model.trained.weight.grad), torch.full((2, 3), 1.5))
 
 
+@on_ranks(2, stage=[0, 1, 2, 3])
+def test_a_layer_frozen_after_no_sync_is_reduced_with_the_others_and_is_in_their_norm(stage: int) -> None:
+    model, reference = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    mine, rows = (torch.full((1, 3), dist.get_rank() + 1.0), [torch.full((1, 3), rank + 1.0) for rank in range(2)])
+    with model.no_sync():
+        if dist.get_rank() == 1 or stage > 1:  # some ranks may have kept nothing of it
+            model(mine).sum().backward()
+    (sum(reference(x).sum() for x in (rows if stage > 1 else rows[1:])) / 2).backward()
+    for each in (model, reference):
+        each[0].requires_grad_(False)
+    model(mine).sum().backward()
+    (sum(reference(x).sum() for x in rows) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert torch.allclose(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(whole(param.grad), expected.grad)
+
+
 @on_ranks(2, stage=SHARDED)
 def test_hooks_of_parameters_see_and_change_gradients(stage: int) -> None:
     twins = Twins(stage)

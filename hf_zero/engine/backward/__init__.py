@@ -22,5 +22,5 @@ so:
 - **Reductions** follow one agreed order on all ranks, with places among the waits for gathers (`schedule.ReductionSchedule`).
   A rank that skipped a unit, or has its gradients late, takes part with zeros, and at the end all ranks agree which parameters
   anybody used: the others keep `.grad = None` (`reduction`). Where modules compute with the parameters at rest (stage 0 in one
-  dtype), autograd fills `.grad`, and buckets of it are averaged (`buckets`).
+  dtype), autograd fills `.grad`, and buckets of it are averaged (`plain`, `buckets`).
 """

@@ -48,14 +48,21 @@ class Accumulation:
         world: the ranks.
         reducer: where they go; None under `no_sync` in stages 0 and 1: then `.grad` keeps them, unreduced.
         comes_again: whether this backward will give a unit gradients of another use.
+        takes_part: whether a parameter may have a gradient to be reduced.
         follows_no_sync: some ranks may have kept gradients since the last reduction.
     """
 
     def __init__(
-        self, world: World, reducer: Reducer | None, comes_again: Callable[[Unit], bool], follows_no_sync: bool = False
+        self,
+        world: World,
+        reducer: Reducer | None,
+        comes_again: Callable[[Unit], bool],
+        takes_part: Callable[[ZeroParameter], bool] = is_trainable,
+        follows_no_sync: bool = False,
     ) -> None:
         self.reducer = reducer
         self._comes_again = comes_again
+        self._takes_part = takes_part
         self._follows_no_sync = follows_no_sync
         self._world = world
         # Stages 0 and 1 reduce once a step.
@@ -157,7 +164,7 @@ class Accumulation:
 
     def _reduce_sums(self, unit: Unit, reducer: Reducer) -> None:
         sums, found = self._sums.pop(unit, {}), {}
-        for p in filter(is_trainable, unit.parameters):
+        for p in filter(self._takes_part, unit.parameters):
             total = sums.get(p)
             if self._keeps_whole and (p.has_own_grad or self._follows_no_sync):
                 total = self._take(p, total)

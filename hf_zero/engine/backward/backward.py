@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.backward.accumulation import Accumulation, add_up
-from hf_zero.engine.backward.buckets import WholeReducer
 from hf_zero.engine.backward.buffers import Buffers
 from hf_zero.engine.backward.landing import landing_of
 from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_passes, makes_graph, refuse_create_graph
@@ -69,6 +68,7 @@ class Backward:
         self._nodes: dict[ZeroParameter, Any] = {}  # of the graph, with hooks: they live only while somebody holds them
         self._is_syncing = True
         self._follows_no_sync = False  # since the last reduction
+        self._owed: set[ZeroParameter] = set()  # trainable under `no_sync`, since the last reduction
 
     # --- gradients that autograd adds up itself ----------------------------------------------------------------
 
@@ -123,7 +123,9 @@ class Backward:
         self.recover_if_dead()
         if self.session is None:
             self.gathering.flush_edits()
-            gradients = Accumulation(self._world, self._make_reducer(), self._comes_again, self._follows_no_sync)
+            takes_part = self._who_takes_part()
+            reducer, follows = self._make_reducer(takes_part), self._follows_no_sync
+            gradients = Accumulation(self._world, reducer, self._comes_again, takes_part, follows)
             session = self.session = Session(gradients, under_way is not None and under_way.is_for_all)
             self.gathering.before_wait = self._before_wait
             if under_way is not None:
@@ -136,12 +138,18 @@ class Backward:
             at_completion(lambda token=token: self._end())  # type: ignore[misc]
         return self.session
 
-    def _make_reducer(self) -> Reducer | None:
+    def _who_takes_part(self) -> Callable[[ZeroParameter], bool]:
+        """What is trainable, and what `no_sync` may have kept a gradient of, before it was frozen."""
+        frozen = {p for p in self._owed if not p.param.requires_grad} if self._is_syncing else None
+        return (lambda p: is_trainable(p) or p in frozen) if frozen else is_trainable
+
+    def _make_reducer(self, takes_part: Callable[[ZeroParameter], bool]) -> Reducer | None:
         if self._world.data.num_ranks > 1 and not self._is_syncing and not self._world.shards_gradients:
             return None
-        trainable = {unit.index: unit for unit in self.gathering.units if any(map(is_trainable, unit.parameters))}
+        trainable = {unit.index: unit for unit in self.gathering.units if any(map(takes_part, unit.parameters))}
         return Reducer(
             trainable,
+            takes_part,
             self._world,
             self.gathering.reductions,
             self._is_over,
@@ -211,7 +219,12 @@ class Backward:
             )
             if has_other_budget or self.gathering.reductions.turns is not turns:
                 self.gathering.choose_kept_again(has_other_budget)
-            self._follows_no_sync = self._follows_no_sync and reducer is None
+            if reducer is not None:
+                self._forget_no_sync()
+
+    def _forget_no_sync(self) -> None:
+        self._follows_no_sync = False
+        self._owed.clear()
 
     def _on_return(self, session: Session) -> None:
         """The call that a session belongs to returns or raises: if the session has not ended, the backward broke off."""
@@ -248,6 +261,8 @@ class Backward:
         """
         before, self._is_syncing = self._is_syncing, False
         self._follows_no_sync = True  # told by the context, which all ranks enter: not all may run a backward in it
+        if not self._world.shards_gradients:
+            self._owed.update(filter(is_trainable, self._trained))
         self.gathering.budget.expect_micro_batches()
         try:
             yield
@@ -360,41 +375,3 @@ class Backward:
             if not unit.stays and not self.gathering.may_stay(unit, self._is_syncing):
                 unit.stop_keeping()
         call.release()
-
-
-class PlainBackward(Backward):
-    """Where nothing is partitioned (stage 0 in one dtype): autograd adds the gradients up, and they are averaged in buckets."""
-
-    def __init__(self, model: nn.Module, world: World, parameters: list[ZeroParameter], gathering: Gathering) -> None:
-        super().__init__(model, world, parameters, gathering)
-        self._reducer = WholeReducer(parameters, world)
-
-    def _is_to_be_watched(self, p: ZeroParameter) -> bool:
-        return self._world.data.num_ranks > 1
-
-    def _watch(self, p: ZeroParameter) -> Any:
-        """Hear whenever autograd has added to the gradient of a plain parameter."""
-        owner, of_parameter = weakref.ref(self), weakref.ref(p)
-
-        def hook(_: Tensor) -> None:  # a tensor's hooks are invisible to the garbage collector: no cycle through them
-            backward, known = owner(), of_parameter()
-            if backward is not None and known is not None:
-                refuse_create_graph()
-                backward.begin().has_gradients = True
-                backward._reducer.arrived(known, backward._is_syncing)
-
-        return p.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _make_reducer(self) -> None:
-        return None
-
-    def _finish(self, session: Session) -> None:
-        if session.has_gradients and self._is_syncing:
-            self._reducer.finish(self.gathering.num_steps)
-
-    def recover(self) -> None:
-        """Put everything at rest after a pass that broke off."""
-        has_broken_off = self.session is not None
-        super().recover()
-        if has_broken_off:
-            self._reducer.abandon()

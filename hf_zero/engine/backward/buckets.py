@@ -15,7 +15,7 @@ number until they are cleared.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_zero.comm.agreements import bits, words
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
-from hf_zero.engine.parameters.records import ZeroParameter
+from hf_zero.engine.parameters.records import ZeroParameter, is_trainable
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
@@ -142,21 +142,21 @@ class WholeReducer:
         data = self._world.data
         return data.all_reduce([part.flat for part in parts], "gradients", data.num_ranks)
 
-    def finish(self, num_steps: int) -> None:
+    def finish(self, num_steps: int, takes_part: Callable[[ZeroParameter], bool] = is_trainable) -> None:
         """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`.
 
         Args:
             num_steps: that the optimizer has taken.
+            takes_part: whether a parameter may have a gradient to be averaged; the same on every rank.
         """
         try:
-            self._finish(num_steps)
+            self._finish(num_steps, [*filter(takes_part, self._parameters)])
         except BaseException:
             self.abandon()
             raise
 
-    def _finish(self, num_steps: int) -> None:
+    def _finish(self, num_steps: int, trainable: list[ZeroParameter]) -> None:
         self._start()
-        trainable = [p for p in self._parameters if p.param.requires_grad]
         given = {part.parameter for _, parts in self._under_way for part in parts if part.grad is not None}
         waiting = (self._waiting | self._later) - self._unbucketed
         report = _Report(

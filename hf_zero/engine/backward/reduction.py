@@ -16,7 +16,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
 from hf_zero.engine.parameters.at_rest import values
-from hf_zero.engine.parameters.records import ZeroParameter, add_gradients, is_trainable
+from hf_zero.engine.parameters.records import ZeroParameter, add_gradients
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.keeping import UNLIMITED
@@ -84,7 +84,8 @@ class Reducer:
     step without one (weight decay, moments).
 
     Args:
-        units: all units with a trainable parameter, by number.
+        units: all units with a parameter that takes part, by number.
+        takes_part: whether a parameter may have a gradient to be reduced.
         world: the ranks.
         order: of reductions, the same on every rank; changed at the end.
         is_over: whether all the calls of a unit, by its number, have had their backward.
@@ -101,6 +102,7 @@ class Reducer:
     """
 
     units: dict[int, Unit]
+    takes_part: Callable[[ZeroParameter], bool]
     world: World
     order: ReductionOrder
     is_over: Callable[[int], bool]
@@ -150,7 +152,7 @@ class Reducer:
         for index in self._schedule.rest():
             self._start(index)
         leftover = self._schedule.waiting.copy()
-        parameters = [p for index in sorted(self.units) for p in filter(is_trainable, self.units[index].parameters)]
+        parameters = [p for index in sorted(self.units) for p in filter(self.takes_part, self.units[index].parameters)]
         reports = self._agree(parameters, bool(leftover))
         has_leftover, self.lowest_offer = reports.highest.has_leftover, reports.lowest.offer
         self.stays_alike = reports.are_alike("staying")
@@ -190,7 +192,7 @@ class Reducer:
         summed: list[Tensor] = []
         results: list[tuple[ZeroParameter, Tensor, bool]] = []
         num_bytes = 0
-        for p, flat in self._flats(filter(is_trainable, unit.parameters), gradients):
+        for p, flat in self._flats(filter(self.takes_part, unit.parameters), gradients):
             grad, dtypes = gradients.get(p), self.gradient_dtypes[p]
             num_bytes += p.computed.layout.numel * dtypes.sent.itemsize
             if p.is_spread:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.changes import Changes
-from hf_zero.engine.backward.backward import PlainBackward
+from hf_zero.engine.backward.plain import PlainBackward
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.errors import PartitionError
