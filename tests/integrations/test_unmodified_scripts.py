@@ -165,13 +165,14 @@ def _glue(folder: Path) -> None:
 
 
 def _mrpc(folder: Path) -> None:
-    """What `load_dataset("glue", "mrpc")` and `from_pretrained("bert-base-cased")` then find where they run."""
+    """What `load_dataset("nyu-mll/glue", "mrpc")`, or "glue", and `from_pretrained("bert-base-cased")` then find there."""
     _bert(folder, "bert-base-cased")
-    for name, count in (("train", 96), ("validation", 34)):
-        _write_rows(folder / "glue" / f"{name}.jsonl", _pairs(count))
     files = [{"split": name, "path": f"{name}.jsonl"} for name in ("train", "validation")]
     header = json.dumps({"configs": [{"config_name": "mrpc", "data_files": files}]})
-    (folder / "glue" / "README.md").write_text(f"---\n{header}\n---\n")
+    for glue in (folder / "nyu-mll" / "glue", folder / "glue"):
+        for name, count in (("train", 96), ("validation", 34)):
+            _write_rows(glue / f"{name}.jsonl", _pairs(count))
+        (glue / "README.md").write_text(f"---\n{header}\n---\n")
 
 
 def _summaries(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Served(Protocol):
 
     @property
     def settled(self) -> torch.Event | None:
-        """On a device, passes when the last step or edit has been done; None before the first, or on the CPU."""
+        """On a device, passes when the last step or edit has been done, or the model is sharded; None on the CPU."""
 
     @property
     def num_parameters(self) -> int:
@@ -52,6 +53,12 @@ class Served(Protocol):
 
     def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
         """This rank's rows of a parameter, and how they are cut."""
+
+
+@functools.cache
+def stream_aside(device: torch.device) -> torch.Stream:
+    """Where a rank answers others: always the same. Of many, one would be an exchange's own, which may wait for the asker."""
+    return torch.Stream(device)
 
 
 class Offers:
@@ -165,7 +172,7 @@ class Offers:
         settled = [engine.settled for engine in self._live if engine.settled is not None]
         if device.type == "cpu" or not settled:
             return nullcontext()
-        aside = torch.Stream(device)
+        aside = stream_aside(device)
         for event in settled:
             aside.wait_event(event)
         return aside

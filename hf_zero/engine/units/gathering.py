@@ -52,10 +52,11 @@ class Gathering:
         alone: forwards that this rank computes alone.
         changes: counts steps and edits by hand, before rows change.
         edited: by hand, since whole tensors were made.
-        settled: on a device, passes when the last step or edit has been done; None before the first, or on the CPU.
+        settled: on a device, passes when the last step or edit has been done, or the model is sharded; None on the CPU.
     """
 
     def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
+        self._world = world
         self.units: list[Unit] = []
         self.memory = GatheredMemory()
         self.schedule = GatherSchedule()
@@ -66,10 +67,9 @@ class Gathering:
         self.alone = ForwardsAlone(world, parameters)
         self.is_refreshed = world.partitions
         self.num_steps = 0
-        self.settled: torch.Event | None = None
+        self._note_that_rows_settle()
         self._held: list[Lease] = []  # of all units
         self.for_graphs = ForGraphs()
-        self._world = world
         self._parameters = parameters
         self.edited: dict[ZeroParameter, None] = {}
         self._stepping: object = None  # the optimizer whose step is under way, and its thread
@@ -380,8 +380,8 @@ class Gathering:
         self.edited = {p: None for p in self.edited if p not in told}
 
     def _note_that_rows_settle(self) -> None:
-        if self._world.device.type != "cpu":
-            self.settled = torch.Event(self._world.device)
+        self.settled = None if self._world.device.type == "cpu" else torch.Event(self._world.device)
+        if self.settled is not None:
             self.settled.record()
 
     def flush_edits(self) -> None:

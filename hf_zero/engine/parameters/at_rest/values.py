@@ -35,7 +35,7 @@ from hf_zero.engine.parameters.at_rest.entries import (
 from hf_zero.engine.parameters.at_rest.recipes import Key, Recipe
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.ranks.apart import same_bits
-from hf_zero.engine.ranks.offers import GONE
+from hf_zero.engine.ranks.offers import GONE, stream_aside
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
@@ -330,7 +330,7 @@ def _after(ready: torch.Event | None, device: torch.device) -> Iterator[None]:
     if ready is None:
         yield
         return
-    aside = torch.Stream(device)
+    aside = stream_aside(device)
     aside.wait_event(ready)
     with aside:
         yield
