@@ -82,6 +82,7 @@ class ZeroEngine:
             self._by_param = {id(p.param): p for p in self.parameters}
             offload_parameters(self.parameters, world)
             self.gathering = Gathering(world, self.parameters)
+            self.after_edit = self.gathering.note_that_rows_settle  # see `Owner.after_edit`
             self.activations = PartitionedActivations(world, world.config.activations)
             self._inputs = SameInputs(world)
             make_backward = PlainBackward if self._is_plain() else Backward

@@ -130,7 +130,14 @@ class _ServedStates:
         if states is None:
             raise CollectiveError(f"the optimizer does not exist there any more: {_KEEP}")
         param = states.params[index]
-        data = _written(states.of(param), param)
+        state = states.of(param)
+        if any(
+            isinstance(value, Root) for value in state.values()
+        ):  # a wrapper's; to write it, this rank would ask, too
+            raise CollectiveError(
+                "it has states that are sharded themselves: let all ranks call `optimizer.state_dict()`"
+            )
+        data = _written(state, param)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), RowLayout((len(data),), 1)
 
 

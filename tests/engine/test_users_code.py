@@ -545,6 +545,17 @@ def test_a_layer_frozen_after_no_sync_is_reduced_with_the_others_and_is_in_their
 
 
 @on_ranks(2, stage=SHARDED)
+def test_what_takes_the_address_of_a_tensor_at_rest_gets_an_error(stage: int) -> None:
+    model = nn.Linear(4, 4)
+    zero.shard_model(model, {"stage": stage})
+    weight = model.weight
+    alone, _ = dist.new_subgroups(1)
+    for tensor in (weight.detach(), weight.detach() * 2, weight.detach()[1:]):  # torch looks into no list of lists
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            dist.scatter(torch.empty(tensor.shape), [tensor], src=dist.get_rank(), group=alone)
+
+
+@on_ranks(2, stage=SHARDED)
 def test_hooks_of_parameters_see_and_change_gradients(stage: int) -> None:
     twins = Twins(stage)
     calls: list[str] = []

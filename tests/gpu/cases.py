@@ -231,6 +231,13 @@ def late(device: torch.device) -> dict[str, Any]:
     return {"said": found}
 
 
+def _same_alone(model: nn.Module) -> bool:
+    """Whether rank 0 alone reads what all read."""
+    alone = [param.full_tensor().cpu() for param in model.parameters()] if dist.get_rank() == 0 else []
+    together = [param.full_tensor().cpu() for param in model.parameters()]
+    return all(map(torch.equal, alone, together))
+
+
 def alone(device: torch.device) -> dict[str, Any]:
     """Rank 0 swaps an average in, looks at the model, and swaps it out, while the others train on; training is as without."""
     found = {}
@@ -238,8 +245,14 @@ def alone(device: torch.device) -> dict[str, Any]:
         model = make_model(LLAMA).to(device)
         zero.shard_model(model, {"stage": stage, **BLOCKS, "offload": {"optimizer": home, "parameters": home}})
         optimizer, losses = adamw(model), []
+        assert _same_alone(model), f"stage {stage}, before the first step"
         for first in (0, 2, 4):
             losses.append(train(model, device, range(first, first + 2), optimizer))
+            for scale in (0.5, 2.0):
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(scale)
+                assert _same_alone(model), f"stage {stage}, after an edit of all"
             average = [param.detach() * 0.5 for param in model.parameters()]
             if dist.get_rank() == 0:
                 plain, batch = make_model(LLAMA).to(device), batch_of(9, 0, device)

@@ -57,6 +57,9 @@ class Owner(Protocol):
     def before_edit(self, param: Tensor) -> None:
         """The rows of `param` are about to be changed by hand, on every rank."""
 
+    def after_edit(self) -> None:
+        """The change has been begun."""
+
     def name_of(self, param: Tensor) -> str:
         """Its name in the model."""
 
@@ -127,6 +130,7 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
     @classmethod
     def _made(cls, local: Tensor, spec: Any, world: World, cut: Cut) -> PartitionedTensor:
         new: PartitionedTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[assignment, unused-ignore]
+        torch._C._set_throw_on_mutable_data_ptr(new)  # it has no memory: an error of torch in place of a crash
         new.__class__ = cls  # not at once: torch would set attributes as users do, see [Note: attributes of users]
         vars(new).update(_zero_world=world, _zero_cut=cut, _zero_base=None)
         return new
@@ -269,6 +273,11 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
         owner, param = self._zero_owner, self._zero_param
         if owner is not None and param is not None:
             owner.before_edit(param)
+
+    def after_edit(self) -> None:
+        """See `Root.after_edit`."""
+        if (owner := self._zero_owner) is not None:
+            owner.after_edit()
 
     @property
     def data(self) -> Tensor:

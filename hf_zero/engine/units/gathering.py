@@ -67,7 +67,7 @@ class Gathering:
         self.alone = ForwardsAlone(world, parameters)
         self.is_refreshed = world.partitions
         self.num_steps = 0
-        self._note_that_rows_settle()
+        self.note_that_rows_settle()
         self._held: list[Lease] = []  # of all units
         self.for_graphs = ForGraphs()
         self._parameters = parameters
@@ -346,6 +346,7 @@ class Gathering:
             self.reads.forget(p, but=whole)
             if not (has_failed and unit.is_shared):
                 unit.keep_written(p, whole)
+        self.note_that_rows_settle()
 
     def keep_written_reads(self) -> None:
         """Keep what was written into what was read outside of calls."""
@@ -358,15 +359,12 @@ class Gathering:
         self.keep_written(written, has_failed)
 
     def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
-        """These parameters have new rows, on every rank: whole tensors are gathered again.
-
-        Should this break off, the next use of the model does it again.
-        """
+        """These parameters have new rows, on every rank: whole tensors are gathered again, if not now then at the next use."""
         told = dict.fromkeys(changed)
         if told:
             self.let_go()
             self.for_graphs.let_go()
-            self._note_that_rows_settle()
+            self.note_that_rows_settle()
         self.edited.update(told)
         units = {
             unit: members
@@ -379,10 +377,10 @@ class Gathering:
             unit.changed(members)
         self.edited = {p: None for p in self.edited if p not in told}
 
-    def _note_that_rows_settle(self) -> None:
-        self.settled = None if self._world.device.type == "cpu" else torch.Event(self._world.device)
-        if self.settled is not None:
-            self.settled.record()
+    def note_that_rows_settle(self) -> None:
+        """Other ranks read them behind what is queued on a device by now."""
+        device = self._world.device
+        self.settled = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
     def flush_edits(self) -> None:
         """Let what was edited by hand be gathered again."""

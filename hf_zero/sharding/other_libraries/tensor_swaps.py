@@ -51,6 +51,8 @@ def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) ->
             return  # `.to("cpu:0")` has copied it; what is known of its values stays known of the parameter
         t1.before_edit()
     original(t1, t2)
+    if isinstance(t1, PartitionedTensor):
+        t1.after_edit()
 
 
 def _is_a_models(tensor: PartitionedTensor) -> bool:

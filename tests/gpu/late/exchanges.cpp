@@ -235,7 +235,10 @@ struct Exchanges final : c10d::Backend {
       }
       return gloo_->allgather(*arriving, *own);
     }, [=] {
-      for (size_t peer = 0; peer < targets.size(); peer++) bytes_of(targets[peer]).copy_((*arriving)[0][peer]);
+      for (size_t peer = 0; peer < targets.size(); peer++) {
+        const bool is_own = targets[peer].data_ptr() == source.data_ptr();  // in place: NCCL leaves it
+        if (!is_own) bytes_of(targets[peer]).copy_((*arriving)[0][peer]);
+      }
     }};
   }
 

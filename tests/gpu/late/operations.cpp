@@ -200,6 +200,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   }
   Lock lock;
   push(current(), {[from = kept(from), to = kept(to)] {
+    at::AutoDispatchBelowADInplaceOrView below;
     to->copy_(*from);
     return true;
   }});

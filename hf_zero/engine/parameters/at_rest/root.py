@@ -67,6 +67,10 @@ class Root(AtRest):
         """The rows are about to be changed by hand, on every rank."""
 
     @abstractmethod
+    def after_edit(self) -> None:
+        """What changes the rows by hand has been begun, on the current stream of a device."""
+
+    @abstractmethod
     def whole_at_hand(self) -> Tensor | None:
         """The whole, if this rank has it for modules to compute with, so that it need not ask the others."""
 

@@ -59,8 +59,18 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     written = list(_written(func, args, kwargs))
     if kind is Kind.EXCHANGE:
         _refuse_unlike(func, written)
-    for root in _unique(t.root for t in written if isinstance(t, AtRest)):
+    edited = _unique(t.root for t in written if isinstance(t, AtRest))
+    for root in edited:
         root.before_edit()
+    try:
+        return _run(func, args, kwargs, kind, operands, written)
+    finally:
+        for root in edited:
+            root.after_edit()
+
+
+def _run(func: Any, args: Any, kwargs: Any, kind: Kind, operands: Sequence[Tensor], written: list[Tensor]) -> Any:
+    given = [t for t in operands if isinstance(t, AtRest)]
     in_graph = torch.is_grad_enabled() and any(t.requires_grad for t in operands) and not is_like(base_name(func))
     if in_graph:
         return _on_whole(func, args, kwargs, given, written)

@@ -114,6 +114,7 @@ class View(Readable, Tensor):
         new: View = Tensor._make_wrapper_subclass(
             cls, seen.shape, seen.stride(), seen.storage_offset(), dtype=seen.dtype, device=cast(Tensor, root).device
         )
+        torch._C._set_throw_on_mutable_data_ptr(new)
         new._root, new._steps = root, steps
         return new
 
