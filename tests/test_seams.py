@@ -289,6 +289,7 @@ TORCH = [
     Seam(torch.Tensor, "_use_count", "", "nums_of_references: whether C++ holds a tensor"),
     Seam(torch.Tensor, "_make_wrapper_subclass", "", "View"),
     Seam(torch._C, "_disabled_torch_function_impl", "", "View"),
+    Seam(torch._C, "_set_throw_on_mutable_data_ptr", "", "PartitionedTensor, View"),
     Seam(torch.ops.aten.add.Tensor, "_overloadname", "", "operators"),
     Seam(
         torch.ops.aten,
