@@ -133,7 +133,7 @@ class _ServedStates:
         state = states.of(param)
         if any(
             isinstance(value, Root) for value in state.values()
-        ):  # a wrapper's; to write it, this rank would ask, too
+        ):  # of a wrapper; to write it, this rank would ask, too
             raise CollectiveError(
                 "it has states that are sharded themselves: let all ranks call `optimizer.state_dict()`"
             )

@@ -231,9 +231,14 @@ def late(device: torch.device) -> dict[str, Any]:
     return {"said": found}
 
 
-def _same_alone(model: nn.Module) -> bool:
+def _meet(device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device if device.type == "cuda" else "cpu"))  # which torch counts
+
+
+def _same_alone(model: nn.Module, device: torch.device) -> bool:
     """Whether rank 0 alone reads what all read."""
     alone = [param.full_tensor().cpu() for param in model.parameters()] if dist.get_rank() == 0 else []
+    _meet(device)  # what waits in hf_zero has noted its edits already
     together = [param.full_tensor().cpu() for param in model.parameters()]
     return all(map(torch.equal, alone, together))
 
@@ -245,14 +250,14 @@ def alone(device: torch.device) -> dict[str, Any]:
         model = make_model(LLAMA).to(device)
         zero.shard_model(model, {"stage": stage, **BLOCKS, "offload": {"optimizer": home, "parameters": home}})
         optimizer, losses = adamw(model), []
-        assert _same_alone(model), f"stage {stage}, before the first step"
+        assert _same_alone(model, device), f"stage {stage}, before the first step"
         for first in (0, 2, 4):
             losses.append(train(model, device, range(first, first + 2), optimizer))
             for scale in (0.5, 2.0):
                 with torch.no_grad():
                     for param in model.parameters():
                         param.mul_(scale)
-                assert _same_alone(model), f"stage {stage}, after an edit of all"
+                assert _same_alone(model, device), f"stage {stage}, after an edit of all"
             average = [param.detach() * 0.5 for param in model.parameters()]
             if dist.get_rank() == 0:
                 plain, batch = make_model(LLAMA).to(device), batch_of(9, 0, device)
@@ -268,7 +273,7 @@ def alone(device: torch.device) -> dict[str, Any]:
                         assert far < 1e-5, (stage, scale, far)
                         for param in plain.parameters():
                             param.div_(scale)
-        dist.all_reduce(torch.zeros(1, device=device if device.type == "cuda" else "cpu"))  # which torch counts
+        _meet(device)
         found[f"stage {stage}, offload {home}"] = furthest(torch.cat(losses), device)
     assert all(far < 1e-5 for far in found.values()), found
     return found

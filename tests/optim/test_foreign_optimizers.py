@@ -574,6 +574,22 @@ def test_an_optimizer_with_modes_does_not_step_on_whole_parameters() -> None:
 
 
 @on_ranks(2, stage=[1, 3])
+def test_sharded_states_beside_those_of_owners_are_for_all_ranks_to_read(stage: int) -> None:
+    model = nn.Linear(4, 4)
+    zero.shard_model(model, {"stage": stage, "timeout_s": 20})
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for param in model.parameters():  # as a wrapper keeps them
+        optimizer.state[param]["z"] = param.detach().clone()
+    if dist.get_rank() == 0:
+        with pytest.raises(zero.CollectiveError, match=r"sharded themselves: let all ranks call `optimizer.state_dict"):
+            optimizer.state_dict()
+    dist.barrier()
+    assert set(optimizer.state_dict()["state"]) == {0, 1}
+
+
+@on_ranks(2, stage=[1, 3])
 def test_an_optimizer_that_exchanges_in_its_step_is_refused(stage: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -57,8 +57,8 @@ class Accumulation:
         world: World,
         reducer: Reducer | None,
         comes_again: Callable[[Unit], bool],
-        takes_part: Callable[[ZeroParameter], bool] = is_trainable,
-        follows_no_sync: bool = False,
+        takes_part: Callable[[ZeroParameter], bool],
+        follows_no_sync: bool,
     ) -> None:
         self.reducer = reducer
         self._comes_again = comes_again

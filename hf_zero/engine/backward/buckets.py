@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_zero.comm.agreements import bits, words
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
-from hf_zero.engine.parameters.records import ZeroParameter, is_trainable
+from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
@@ -142,7 +142,7 @@ class WholeReducer:
         data = self._world.data
         return data.all_reduce([part.flat for part in parts], "gradients", data.num_ranks)
 
-    def finish(self, num_steps: int, takes_part: Callable[[ZeroParameter], bool] = is_trainable) -> None:
+    def finish(self, num_steps: int, takes_part: Callable[[ZeroParameter], bool]) -> None:
         """Average the gradients that any rank has; a parameter that none has used keeps `.grad = None`.
 
         Args:
