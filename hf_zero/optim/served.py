@@ -131,9 +131,8 @@ class _ServedStates:
             raise CollectiveError(f"the optimizer does not exist there any more: {_KEEP}")
         param = states.params[index]
         state = states.of(param)
-        if any(
-            isinstance(value, Root) for value in state.values()
-        ):  # of a wrapper; to write it, this rank would ask, too
+        is_sharded = any(isinstance(value, Root) for value in state.values())
+        if is_sharded:  # of a wrapper: to write it, this rank would ask, too
             raise CollectiveError(
                 "it has states that are sharded themselves: let all ranks call `optimizer.state_dict()`"
             )
