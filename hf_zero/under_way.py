@@ -67,6 +67,20 @@ def assigned_name(value: object) -> str | None:
     return str(known["name"])
 
 
+_COLLECT = (nn.ParameterList.__setitem__.__code__, nn.ParameterDict.__setitem__.__code__)
+
+
+def is_collected() -> bool:
+    """Whether the property that asks here is asked by a list or dict of parameters, which takes a tensor that says yes as it
+    is, and makes a parameter of one that says no."""
+    return sys._getframe(3).f_code in _COLLECT
+
+
+def is_made_a_parameter() -> bool:
+    """Whether the method that asks here is called by `nn.Parameter(tensor)`."""
+    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
+
+
 def is_function_running(name: str) -> bool:
     """Whether a function of that name is under way on this thread."""
     return any(frame.f_code.co_name == name for frame in _frames(None))

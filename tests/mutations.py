@@ -176,7 +176,7 @@ MUTATIONS = {
     ),
     "stale after a step that raised": Mutation(
         "engine/units/gathering.py",
-        "            self.edited.update(dict.fromkeys(self._parameters))\n            self._stepping = None",
+        "            self.edited.update(dict.fromkeys(self._parameters, 0))\n            self._stepping = None",
         "            self._stepping = None",
         "tests/test_under_way.py",
     ),

@@ -207,11 +207,11 @@ class ZeroEngine:
         forwards = self._forwards
         if forwards.modules and not forwards.are_alive(module):
             self._abandon_forward()
-        records = torch.is_grad_enabled() and not forwards.modules and not torch_compat.in_backward()
-        self.backward.buffers.begin_forward(records_gradients=records)
+        records = torch_compat.in_backward() or self.gathering.alone.records(module, args, kwargs)
+        self.backward.buffers.begin_forward(records and not forwards.modules and not torch_compat.in_backward())
         if not forwards.modules and self.gathering.has_nothing_to_do():
             return None
-        is_alone = self.gathering.begins_alone()
+        is_alone = self.gathering.begins_alone(records)
         forwards.begin(module)
         if len(forwards.modules) > 1 or torch_compat.in_backward():
             return None
@@ -241,7 +241,7 @@ class ZeroEngine:
         if model is not None and self._has_changed(module, model):
             self._forwards.modules.clear()
             raise UsageError(
-                "one rank alone runs a model that has got other parameters or dtypes: let all ranks run it once"
+                "one rank alone runs a model that has other parameters or dtypes now: let all ranks run it once"
             )
         for entry in self.backward.entries:
             entry.reset()
@@ -367,9 +367,9 @@ class ZeroEngine:
         """An optimizer that holds parameters of this engine is about to step, on every rank."""
         self.gathering.before_step(optimizer)
 
-    def before_edit(self, param: Tensor) -> None:
+    def before_edit(self, param: Tensor, mark: int = 0) -> None:
         """See `Owner.before_edit`."""
-        self.gathering.before_edit(self._by_param[id(param)])
+        self.gathering.before_edit(self._by_param[id(param)], mark)
 
     def on_step(self, params: Iterable[Tensor]) -> None:
         """An optimizer that holds `params` has stepped, on every rank."""

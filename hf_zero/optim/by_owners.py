@@ -15,7 +15,7 @@ from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.optim.on_rows import RowStep, RowStepping, grad_of
 from hf_zero.optim.owners import Owners
-from hf_zero.optim.served import states_of_owners
+from hf_zero.optim.served import states_of_owners, with_states_of_others
 from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Arguments, StepCall, all_of, params_of
 from hf_zero.optim.trial import states_of_step
@@ -206,7 +206,7 @@ def _add_states_of_others(optimizer: torch.optim.Optimizer, state_dict: dict[str
     stepping = vars(optimizer).get(STEPPING)
     if isinstance(stepping, OwnerStepping) and vars(optimizer).get("_zero_checked_state") is optimizer.state:
         missing = states_of_owners(optimizer, stepping.owned_now(optimizer))
-        found = missing | state_dict["state"]
+        found = with_states_of_others(state_dict["state"], missing)
         state_dict["state"] = {
             key: found[key] for key in sorted(found, key=lambda key: (not isinstance(key, int), str(key).zfill(9)))
         }

@@ -17,6 +17,7 @@ from hf_zero.engine.engine import ZeroEngine, live_engines
 from hf_zero.engine.parameters.left_behind import successor
 from hf_zero.engine.parameters.records import gatherers_of
 from hf_zero.engine.parameters.replaced import current, is_replaced
+from hf_zero.engine.ranks.hyperparameters import note_step
 from hf_zero.errors import PartitionError
 from hf_zero.host import cores as host_cores
 from hf_zero.host.scratch import Place
@@ -46,6 +47,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     _rebind_late(optimizer)
     params = params_of(optimizer)
     held = [engine for engine in live_engines() if any(map(engine.find, params))]
+    for engine in held:
+        note_step(optimizer, _names_by_group(optimizer, engine), engine.world)
 
     _refuse_left_behind(params)
     _keep_gathered(held)
@@ -72,6 +75,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         return None
     stepping.cut_loaded_states(optimizer, worlds)
     return stepping.begin(StepCall(optimizer, worlds, args[1:], kwargs, before_change, after_change))
+
+
+def _names_by_group(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> list[list[str]]:
+    found = ([engine.find(param) for param in group["params"]] for group in optimizer.param_groups)
+    return [[p.name for p in group if p is not None] for group in found]
 
 
 def _check_room_on_host(

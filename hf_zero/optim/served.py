@@ -130,17 +130,13 @@ class _ServedStates:
         if states is None:
             raise CollectiveError(f"the optimizer does not exist there any more: {_KEEP}")
         param = states.params[index]
-        state = states.of(param)
-        is_sharded = any(isinstance(value, Root) for value in state.values())
-        if is_sharded:  # of a wrapper: to write it, this rank would ask, too
-            raise CollectiveError(
-                "it has states that are sharded themselves: let all ranks call `optimizer.state_dict()`"
-            )
-        data = _written(state, param)
+        data = _written(states.of(param), param)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), RowLayout((len(data),), 1)
 
 
 def _written(state: dict[Any, Any], param: Tensor) -> bytes:
+    """The states that the owner alone has; a wrapper's may be sharded, which every rank has."""
+    state = {name: value for name, value in state.items() if not isinstance(value, Root)}
     file, world = io.BytesIO(), param.held[0] if isinstance(param, Root) else None
     with nullcontext() if world is None else world.serving.beside(param.device):
         torch.save(state, file)
@@ -177,6 +173,8 @@ def serve_states(optimizer: torch.optim.Optimizer, stepping: Stepping, worlds: I
 
 def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[int, dict[Any, Any]]:
     """Whole states of the parameters that other ranks step on, in host memory; called by all ranks, or by one alone.
+
+    Sharded ones, as a wrapper may keep, are not among them: this rank has those.
 
     Args:
         optimizer: has made a step.
@@ -215,8 +213,13 @@ def _check_memory(optimizer: torch.optim.Optimizer, world: World, own: int) -> N
         )
 
 
+def with_states_of_others(own: Mapping[Any, Any], others: Mapping[Any, dict[Any, Any]]) -> dict[Any, Any]:
+    """This rank's states and those of `states_of_owners`, by what both are known by."""
+    return {**others, **{key: {**others.get(key, {}), **state} for key, state in own.items()}}
+
+
 def all_states(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[Tensor, dict[Any, Any]]:
     """The states of all parameters, those of `states_of_owners` too."""
     params = params_of(optimizer)
     others = {params[number]: state for number, state in states_of_owners(optimizer, owned).items()}
-    return others | dict(optimizer.state)
+    return with_states_of_others(optimizer.state, others)

@@ -64,6 +64,8 @@ def shard_model(
 
     Source: ZeRO (arXiv:1910.02054).
     """
+    if not isinstance(model, nn.Module):
+        raise PartitionError(f"shard_model takes a model, a torch.nn.Module, and not {type(model).__name__}")
     install()
     ignore(model, _to_be_ignored(model, ignored_params))
     engine = engine_of(model)

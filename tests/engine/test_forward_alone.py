@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -143,3 +144,28 @@ def test_another_model_runs_inside() -> None:
     if dist.get_rank() == 0:
         _same(twins, model, plain, 2)
     dist.barrier()
+
+
+@on_ranks(2, stage=SHARDED, is_warm=[True, False])
+def test_rank_0_alone_may_call_a_frozen_average_outside_of_no_grad(stage: int, is_warm: bool) -> None:
+    """As it draws samples between steps."""
+    twins = Twins(stage)
+    torch.manual_seed(1)
+    average = Net().requires_grad_(False)
+    expected = copy.deepcopy(average)
+    zero.shard_model(average, stage)
+    x = batch(9, 0)
+    if is_warm:
+        average(x)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(average(x), expected(x))
+        twins.step()
+        with torch.no_grad():
+            for one, of in ((average, twins.model), (expected, twins.reference)):
+                for mean, weight in zip(one.parameters(), of.parameters(), strict=True):
+                    mean.copy_(weight.lerp(mean, 0.5))
+    x.requires_grad_()
+    average(x).sum().backward()  # all together
+    expected(leaf := x.detach().requires_grad_()).sum().backward()
+    torch.testing.assert_close(x.grad, leaf.grad)

@@ -398,6 +398,45 @@ def test_a_block_called_with_other_weights_in_a_forward_has_its_own_afterwards(
     assert all(now is then for now, then in zip(twins.model.parameters(), held, strict=True))
 
 
+class _Collecting(nn.Module):
+    """Takes parameters from lists and dicts of them in its forward, and makes new ones of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+        self.scales = nn.ParameterList([torch.randn(6) for _ in range(3)])
+        self.shifts = nn.ParameterDict({key: torch.randn(6) for key in "ab"})
+        self.frozen = nn.ParameterList([nn.Parameter(torch.randn(6), requires_grad=False) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for scale in self.scales[1:]:
+            x = x * scale
+        for shift in nn.ParameterList([self.shifts.copy()["a"], (self.shifts | {"c": torch.ones(6)})["b"]]):
+            x = x + shift
+        for frozen in self.frozen[:1]:
+            assert not frozen.requires_grad
+            x = x * frozen
+        copy = nn.Parameter(self.enter.weight)
+        with torch.enable_grad():
+            copy.square().sum().backward()
+        assert copy.is_leaf and isinstance(copy, nn.Parameter) and torch.equal(copy.grad, 2 * copy.detach())
+        return x + copy.grad.sum()
+
+
+@on_ranks(2, stage=[1, 3], collectives=["pairwise", "host"])
+def test_a_forward_may_collect_parameters_and_make_new_ones_of_them(stage: int, collectives: str) -> None:
+    twins = Twins(
+        stage,
+        _Collecting,
+        lambda model, x: model(x).square().mean(),
+        lambda step, rank: torch.randn(3, 6, generator=torch.Generator().manual_seed(7 * step + rank)),
+        collectives=collectives,
+    )
+    for _ in range(2):
+        twins.step()
+
+
 class _Masked(nn.Linear):
     """Reads what its weight was given outside, and gives it something inside."""
 

@@ -226,6 +226,12 @@ def _lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.Linear(5, 3))
 
 
+def test_what_is_no_model_is_refused() -> None:
+    for given in ([nn.Linear(2, 2)], nn.Linear(2, 2).parameters(), None):
+        with pytest.raises(zero.PartitionError, match=r"shard_model takes a model, a torch.nn.Module, and not"):
+            zero.shard_model(given, 3)
+
+
 @on_ranks(2, stage=[0, 1, 3])
 def test_lazy_modules_see_an_example_before_they_are_partitioned(stage: int) -> None:
     reference, model = _lazy(), _lazy()

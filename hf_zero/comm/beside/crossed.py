@@ -81,7 +81,7 @@ def _look(waiting: waits.Waiting, seen: dict[int, Place]) -> dict[int, Place]:
         return {}
     for rank in [rank for rank in waiting.ranks if rank in peers.others]:
         with contextlib.suppress(CollectiveError):  # it is gone, and the wait will fail
-            (unit, theirs), _ = peers.ask(rank, _PLACE, place)
+            (unit, theirs), _ = peers.ask(rank, _PLACE, (place, peers.own))
             ours = f"rank {peers.own} is at {place}, but rank {rank} is at"
             if place.kind in waits.ORDERED_KINDS and unit not in (None, place.unit):
                 _end(waiting, peers, f"{ours} {place.kind} of {unit!r}: {ADVICE}")
@@ -117,16 +117,17 @@ def _has_begun(place: Place) -> bool:
     return numbers_in_groups().get(place.group, place.number) >= place.number
 
 
-def _answer_place(place: Any) -> Answer:
-    """The unit of the exchange that this rank has begun there, and what it waits for."""
+def _answer_place(question: Any) -> Answer:
+    """The unit of the exchange that this rank has begun at a place of the asker's, and what it waits for."""
+    place, asker = question
     waiting = waits.of_program()
-    return (unit_begun(place), _in_torch() if waiting is None else waiting.place), None
+    return (unit_begun(place), _in_torch(asker) if waiting is None else waiting.place), None
 
 
-def _in_torch() -> Place | None:
-    """The call in which the program waits, if that is one of torch's that ends when all ranks of a group have come."""
+def _in_torch(asker: int) -> Place | None:
+    """The call in which the program waits, if that is one of torch's that ends only when the asker has come."""
     waits_in = torch_waits()
-    if waits_in is None or not waits_in.needs_all:
+    if waits_in is None or not waits_in.needs(asker):
         return None
     return Place(waits_in.group, f"torch.distributed.{waits_in.name}", waits_in.number, "")
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 
@@ -13,7 +14,12 @@ from hf_zero.comm.groups import torch_groups
 from hf_zero.comm.groups.process_groups import default_group
 
 _TORCH = Path(str(dist.distributed_c10d.__file__))
-_OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single")
+_OF_ALL = (
+    *("barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_coalesced"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
+)
+_OF_SOURCE = ("broadcast", "scatter")  # end when their source has come
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -25,16 +31,17 @@ class TorchWaits:
         name: of the function.
         group: the name of the group whose ranks exchange something.
         number: how many exchanges this process has begun in it, with this one.
+        source: rank in the program of the one that gives what the others wait for; None: there is no such one.
     """
 
     name: str
     group: str
     number: int
+    source: int | None = None
 
-    @property
-    def needs_all(self) -> bool:
-        """Whether it ends only when all ranks of the group have come."""
-        return self.name in _OF_ALL
+    def needs(self, rank: int) -> bool:
+        """Whether it ends only when this rank of the group has come."""
+        return self.name in _OF_ALL or rank == self.source
 
     @property
     def is_between_two(self) -> bool:
@@ -47,8 +54,11 @@ def torch_waits() -> TorchWaits | None:
     frame, default = sys._current_frames().get(threading.main_thread().ident or 0), default_group()
     if frame is None or default is None or Path(frame.f_code.co_filename) != _TORCH:
         return None
-    given = frame.f_locals.get("group")
+    called, known = frame.f_code.co_name, dict(frame.f_locals)
+    given, place = known.get("group"), known.get("group_src")
     for name, group in torch_groups.groups_of_program().items():
         if group is given or (given is None and group is default):
-            return TorchWaits(frame.f_code.co_name, name, torch_groups.sequence_number(group))
+            is_known = called in _OF_SOURCE and isinstance(place, int)
+            source = dist.get_global_rank(group, cast(int, place)) if is_known else None
+            return TorchWaits(called, name, torch_groups.sequence_number(group), source)
     return None

@@ -26,6 +26,7 @@ from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks
+from hf_zero.engine.ranks import hyperparameters
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError
 
@@ -163,12 +164,14 @@ class WholeReducer:
             used=bitmap(trainable, {p for p in self._used if p in given or p.param.grad is not None}),
             num_steps=num_steps,
             trained=fingerprint(trainable),
+            stepped=hyperparameters.fingerprint(self._world),
             num_begun=len(self._under_way),
             num_abandoned=len(self._abandoned),
             is_torn=self._is_torn,
             has_waiting=bool(waiting),
         )
         reports = report.agree(self._world.everyone, len(self._parameters))
+        hyperparameters.check(self._world, reports.are_alike("stepped"))
         if reports.highest.is_torn:
             self._make_up(reports)
         anywhere = dict.fromkeys(named_by(reports.highest.used, trainable))

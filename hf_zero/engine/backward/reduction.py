@@ -17,6 +17,7 @@ from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
 from hf_zero.engine.parameters.at_rest import values
 from hf_zero.engine.parameters.records import ZeroParameter, add_gradients
+from hf_zero.engine.ranks import hyperparameters
 from hf_zero.engine.ranks.precision import GradientDtypes
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.keeping import UNLIMITED
@@ -294,6 +295,7 @@ class Reducer:
             used=bitmap(parameters, self._used),
             num_steps=self.num_steps,
             trained=fingerprint(parameters),
+            stepped=hyperparameters.fingerprint(self.world),
             has_leftover=has_leftover,
             has_held=self._schedule.has_held,
             sequence_hash=self.world.shards.sequence_hash,
@@ -302,6 +304,7 @@ class Reducer:
             values=values.fingerprint(self.world.serving),
         )
         reports = report.agree(self.world.everyone, len(self.gradient_dtypes))
+        hyperparameters.check(self.world, reports.are_alike("stepped"))
         if not reports.are_alike("sequence_hash"):
             raise CollectiveError(
                 "the ranks have gathered or reduced other units, or in another order, so parameters may have been mixed up: "

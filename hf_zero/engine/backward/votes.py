@@ -21,11 +21,13 @@ class Report:
         used: a bitmap: bit i stands for the i-th trainable parameter.
         num_steps: that its optimizer has taken.
         trained: fingerprint of what it trains.
+        stepped: fingerprint of what its optimizers have stepped with, see [Note: hyperparameters].
     """
 
     used: int = 0
     num_steps: int = 0
     trained: int = 0
+    stepped: int = 0
 
     def pack(self, num_parameters: int) -> list[int]:
         """The numbers that are sent: all fields, and at the end the bitmap.

@@ -94,7 +94,7 @@ class ModuleHooks:
         if backward is None or entry.is_closed or is_inside or self._is_gathered_elsewhere():
             return None  # recomputed inside its own backward, or called from within itself: the tensors are in place
         alone = backward.gathering.alone
-        is_outermost = backward.gathering.begins_alone()
+        is_outermost = backward.gathering.begins_alone(torch.is_grad_enabled())
         if is_outermost:
             itself = weakref.ref(module)
             alone.begin(lambda: (found := itself()) is not None and entry.num_calls(found) > 0)

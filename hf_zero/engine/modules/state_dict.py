@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_zero.engine.parameters.at_rest.given import note_given
+from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.partitioned_tensor import rows_like
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.grouping import find_parameters
@@ -39,25 +41,34 @@ class CutStateDict:
         held = [found for found in named if self._is_held(found.param, assigns)]
         if not held:
             return  # inside GatheredParameters, perhaps on the rank alone whose changes count
-        if not self._world.serving.edits_alone():
+        is_alone = self._world.serving.edits_alone()
+        if not is_alone:
             self._world.meet("load_state_dict")  # a rank that still computes may read the values where they lie
         for found in held:
             param = found.param
             for key in [prefix + name for name in found.names if prefix + name in state_dict]:
                 value = state_dict[key]
                 if isinstance(value, Tensor) and value.shape == param.shape:
-                    state_dict[key] = self._assigned(param, value, key) if assigns else self._rows(param, value)
+                    state_dict[key] = (
+                        self._assigned(param, value, key, not is_alone)
+                        if assigns
+                        else self._rows(param, value, not is_alone)
+                    )
 
     def _is_held(self, param: nn.Parameter, assigns: bool) -> bool:
         """Whether the engine holds it: what is not partitioned yet (an adapter without values) may be replaced."""
         return isinstance(param, DTensor) or (assigns and not self._world.partitions and not param.is_meta)
 
-    def _rows(self, param: nn.Parameter, value: Tensor) -> Tensor:
+    def _rows(self, param: nn.Parameter, value: Tensor, notes: bool) -> Tensor:
+        """This rank's; `notes` what all ranks load, so that it can be compared: see [Note: given wholes]."""
         if isinstance(value, DTensor):
             return value
-        return rows_like(self._world.cut_of(param).of(value.detach()).to(param.device), param)
+        rows = rows_like(self._world.cut_of(param).of(value.detach()).to(param.device), param)
+        if notes and isinstance(rows, Root):
+            note_given(rows, value, True)
+        return rows
 
-    def _assigned(self, param: nn.Parameter, value: Tensor, key: str) -> nn.Parameter:
+    def _assigned(self, param: nn.Parameter, value: Tensor, key: str, notes: bool) -> nn.Parameter:
         """The parameter itself, which torch then puts where it is."""
         if value.dtype not in (param.dtype, getattr(param, "_zero_made_in", param.dtype)):
             raise UsageError(
@@ -65,7 +76,7 @@ class CutStateDict:
                 "load without assign, which casts the values"
             )
         with torch.no_grad():
-            param.copy_(self._rows(param, value) if isinstance(param, DTensor) else value)
+            param.copy_(self._rows(param, value, notes) if isinstance(param, DTensor) else value)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutStateDict:

@@ -54,8 +54,8 @@ class Owner(Protocol):
 
     user_hooks: list[Any]  # see [Note: who holds hooks]
 
-    def before_edit(self, param: Tensor) -> None:
-        """The rows of `param` are about to be changed by hand, on every rank."""
+    def before_edit(self, param: Tensor, mark: int = 0) -> None:
+        """The rows of `param` are about to be changed by hand, on every rank, see `Root.before_edit`."""
 
     def after_edit(self) -> None:
         """The change has been begun."""
@@ -268,11 +268,11 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
         """See `Root.param`."""
         return self._zero_param
 
-    def before_edit(self) -> None:
+    def before_edit(self, mark: int = 0) -> None:
         """See `Root.before_edit`."""
         owner, param = self._zero_owner, self._zero_param
         if owner is not None and param is not None:
-            owner.before_edit(param)
+            owner.before_edit(param, mark)
 
     def after_edit(self) -> None:
         """See `Root.after_edit`."""

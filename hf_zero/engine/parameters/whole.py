@@ -24,14 +24,16 @@ from torch import Tensor, nn
 
 from hf_zero import torch_compat
 from hf_zero.errors import UsageError
-from hf_zero.under_way import assigned_name
+from hf_zero.under_way import assigned_name, is_collected, is_made_a_parameter
 
 _data: Any = torch._C.TensorBase.data
+_grad: Any = torch._C.TensorBase.grad
 STANDS_FOR = "_zero_stands_for"
 _BEFORE_NUMPY = "_zero_before_numpy"
 WHEN_EXCHANGED = "_zero_when_exchanged"
 _OF_TORCH = ("_spec", "_local_tensor")  # that are set for every gradient
 _COUNTER, _MOVED, RECORD = "_zero_counter", "_zero_moved", "_zero_record"
+_IS_PARAM = "_zero_is_param"
 
 
 def is_of_users(name: str) -> bool:
@@ -134,14 +136,21 @@ class Whole(Shares, Tensor):
     @property
     def grad(self) -> Any:
         """The parameter's, at rest; what is compiled is of whole tensors alone."""
-        record: Record | None = None if torch.compiler.is_compiling() else vars(self).get(RECORD)
-        return None if record is None else record.param.grad
+        if not torch.compiler.is_compiling():
+            record: Record | None = vars(self).get(RECORD)
+            if record is not None:
+                return record.param.grad
+            if _IS_PARAM in vars(self):
+                return _grad.__get__(self)
+        return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         record: Record | None = vars(self).get(RECORD)
         if record is not None:
             record.param.grad = value
+        elif _IS_PARAM in vars(self):
+            _grad.__set__(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Whole:
         """Torch's own where nothing changes; else an error, since the graph of this call has begun with it as it was."""
@@ -153,15 +162,30 @@ class Whole(Shares, Tensor):
         )
 
     @property
-    def _is_param(self) -> bool:  # type: ignore[override]
+    def _is_param(self) -> bool:
         """Torch asks so of what is assigned to a module, and would say that it is no parameter."""
-        if not torch.compiler.is_compiling() and (name := assigned_name(self)) is not None:
+        if torch.compiler.is_compiling():
+            return False
+        if _IS_PARAM in vars(self) or is_collected():
+            return True
+        if (name := assigned_name(self)) is not None:
             raise UsageError(
                 f"a forward assigns another module's whole weight to {name!r}, which would tie them for a call only: tie "
                 "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
                 "only, call torch.nn.functional with it"
             )
         return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        vars(self)[_IS_PARAM] = value
+
+    def detach(self) -> Tensor:
+        """Torch's own: a plain tensor; `nn.Parameter(weight)` wants one of the same class, and says itself what it is."""
+        new: Tensor = super().detach()
+        if not torch.compiler.is_compiling() and is_made_a_parameter():
+            new.__class__ = type(self)
+        return new
 
     def everywhere(self) -> list[Tensor]:
         """See `Shares`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
@@ -51,7 +52,7 @@ class Gathering:
         reads: what was read outside its call, in the running pass.
         alone: forwards that this rank computes alone.
         changes: counts steps and edits by hand, before rows change.
-        edited: by hand, since whole tensors were made.
+        edited: by hand, since whole tensors were made, with a mark of how; a step's edits have none.
         settled: on a device, passes when the last step or edit has been done, or the model is sharded; None on the CPU.
     """
 
@@ -71,7 +72,7 @@ class Gathering:
         self._held: list[Lease] = []  # of all units
         self.for_graphs = ForGraphs()
         self._parameters = parameters
-        self.edited: dict[ZeroParameter, None] = {}
+        self.edited: dict[ZeroParameter, int] = {}
         self._stepping: object = None  # the optimizer whose step is under way, and its thread
         self._stepping_on = 0
         self._stepped: set[ZeroParameter] = set()  # what the step under way is done with, and has told
@@ -95,9 +96,9 @@ class Gathering:
                 self._prefetch(self.schedule.use(unit.index))
         call.hold()
 
-    def begins_alone(self) -> bool:
-        """Whether a forward that is about to begin, the outermost one, is this rank's alone: see [Note: a forward alone]."""
-        if torch.is_grad_enabled() or self.alone.is_under_way or not self._world.serving.can_be_alone:
+    def begins_alone(self, records: bool) -> bool:
+        """Whether the outermost forward is this rank's alone: see [Note: a forward alone]; not one that `records` gradients."""
+        if records or self.alone.is_under_way or not self._world.serving.can_be_alone:
             return False  # the usual answers, inside a forward too, come first
         self._world.serving.apart.join()
         units = [unit for unit in self.units if not unit.is_whole_elsewhere]
@@ -285,7 +286,7 @@ class Gathering:
         is_new = self._stepping is None and p not in self.edited and self._world.serving.apart.before(p.param) is None
         return unit.whole_at_hand(p) if is_new else None
 
-    def before_edit(self, p: ZeroParameter) -> None:
+    def before_edit(self, p: ZeroParameter, mark: int) -> None:
         """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
         if p.is_whole_elsewhere:
             return  # inside `GatheredParameters`
@@ -298,7 +299,7 @@ class Gathering:
             self._before_write(f"an edit of {p.name!r}")
             serving.note_edit()
         self.changes.begun += self._stepping is None
-        self.edited[p] = None
+        self.edited[p] = 0 if self._stepping is not None else zlib.crc32(b"%d" % mark, self.edited.get(p, 0))
         self.let_go()
 
     def _before_write(self, what: str) -> None:
@@ -360,7 +361,7 @@ class Gathering:
 
     def on_rows_changed(self, changed: Iterable[ZeroParameter]) -> None:
         """These parameters have new rows, on every rank: whole tensors are gathered again, if not now then at the next use."""
-        told = dict.fromkeys(changed)
+        told = dict.fromkeys(changed, 0)
         if told:
             self.let_go()
             self.for_graphs.let_go()
@@ -375,7 +376,7 @@ class Gathering:
             unit.epoch += 1  # of all, before anything that can fail
         for unit, members in units.items():
             unit.changed(members)
-        self.edited = {p: None for p in self.edited if p not in told}
+        self.edited = {p: mark for p, mark in self.edited.items() if p not in told}
 
     def note_that_rows_settle(self) -> None:
         """Other ranks read them behind what is queued on a device by now."""
@@ -386,7 +387,7 @@ class Gathering:
         """Let what was edited by hand be gathered again."""
         # Torch calls no post-hook of a step that raised, which may have changed any parameter: see [Note: under way].
         if self._stepping is not None and not is_method_running(self._stepping, self._stepping_on):
-            self.edited.update(dict.fromkeys(self._parameters))
+            self.edited.update(dict.fromkeys(self._parameters, 0))
             self._stepping = None
         if self.edited:
             self.on_rows_changed(list(self.edited))

@@ -44,6 +44,7 @@ from hf_zero.parameters import parameters_of
 from hf_zero.sharding.shard_model import shard_model
 
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")  # axes of accelerate's mesh
+_OTHER_PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
 _UNSUPPORTED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
@@ -99,6 +100,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         use_cpu_without_accelerator()
         if not torch.accelerator.is_available():
             kwargs["cpu"] = True
+        for other in [name for name in _OTHER_PLUGINS if kwargs.get(name) is not None]:
+            raise ConfigError(f"ZeroAccelerator cannot be combined with {other}: leave it out")
         plugin = zero_plugin or ZeroPlugin()
         is_open = kwargs.get("mixed_precision") is None and "ACCELERATE_MIXED_PRECISION" not in os.environ
         if is_open and plugin.config.compute_dtype == "float16":

@@ -291,7 +291,7 @@ def _find(accelerator: Any, input_dir: str | os.PathLike[str] | None, world: Wor
         return newest(run, number_of, world) if plain is None else (plain, None)
     folder = Path(input_dir).expanduser().absolute()
     world.from_first(lambda: recover_one(folder), what, CheckpointError)
-    folder = world.share(folder, what)
+    folder = one_place(folder, world, "load from")
     return folder, None if world.from_first(lambda: is_plain(folder), what, CheckpointError) else verify(folder, world)
 
 

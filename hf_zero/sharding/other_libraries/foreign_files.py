@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.changes import Changes
+from hf_zero.engine.parameters.at_rest.gathers import gather
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
-from hf_zero.engine.parameters.at_rest.rule import gather
 
 _changes = Changes()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -76,6 +76,34 @@ def test_a_rank_with_a_batch_less_that_waits_in_a_barrier_ends_the_wait(
         assert "but rank 1 is at torch.distributed.barrier, and each waits for the other" in str(caught)
     else:
         assert caught is None
+
+
+def _broadcast() -> None:
+    dist.broadcast(torch.ones(2), 0)
+
+
+def _scatter() -> None:
+    dist.scatter(torch.ones(2), [torch.ones(2)] * 2 if dist.get_rank() == 0 else None, 0)
+
+
+def _reduce_scatter() -> None:
+    dist.reduce_scatter(torch.ones(1), [torch.ones(1)] * 2)
+
+
+def _all_to_all() -> None:
+    dist.all_to_all_single(torch.ones(2), torch.ones(2))
+
+
+@on_ranks(2, call=[_broadcast, _scatter, _reduce_scatter, _all_to_all])
+def test_a_rank_with_a_batch_less_that_waits_for_the_other_in_any_call_of_torch_ends_the_wait(
+    call: Callable[[], None],
+) -> None:
+    model, rank = _sharded(3, "pairwise"), dist.get_rank()
+    with _looking_often():
+        if rank == 0:
+            with pytest.raises(CollectiveError, match=r"but rank 1 is at torch.distributed.\w+, and each waits for"):
+                model(torch.randn(2, 6), torch.randn(2, 6)).sum().backward()
+        call()
 
 
 @on_ranks(2, stage=SHARDED, collectives=["pairwise", "host"])

@@ -33,7 +33,7 @@ def test_what_is_unpacked_is_what_was_packed(
     assert len(packed) == len(kind().pack(_NUM_PARAMETERS))
 
 
-@pytest.mark.parametrize(("kind", "length"), [(reduction._Report, 8 + 3), (buckets._Report, 6 + 3)])
+@pytest.mark.parametrize(("kind", "length"), [(reduction._Report, 9 + 3), (buckets._Report, 7 + 3)])
 def test_messages_are_as_long_as_their_fields_and_the_bitmap(kind: type[Report], length: int) -> None:
     assert len(kind().pack(_NUM_PARAMETERS)) == length
 

@@ -142,3 +142,71 @@ def test_other_libraries_read_a_parameter_at_rest_but_do_not_write_it(stage: int
         torch.from_dlpack(param.detach())
     copied = param.detach().clone().numpy()
     copied *= 0.5
+
+
+Edit = Callable[[nn.Module, list[dict[str, Tensor]], int], None]
+
+
+@torch.no_grad()
+def _multiplied(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    for p in model.parameters():
+        p.mul_(1.0 + rank)
+
+
+@torch.no_grad()
+def _filled(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    for p in model.parameters():
+        p.data.fill_(rank)
+
+
+@torch.no_grad()
+def _all_at_once(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    torch._foreach_mul_(list(model.parameters()), torch.tensor(1.0 + rank))
+
+
+@torch.no_grad()
+def _row(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    model.enter.weight[rank] = 1.0
+
+
+def _loaded(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    model.load_state_dict({key: torch.full(value.shape, 1.0 + rank) for key, value in model.state_dict().items()})
+
+
+def _assigned(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    values = {key: torch.full(value.shape, 1.0 + rank) for key, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
+def _best(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    model.load_state_dict(best[rank])
+
+
+@torch.no_grad()
+def _best_copied(model: nn.Module, best: list[dict[str, Tensor]], rank: int) -> None:
+    for name, p in model.named_parameters():
+        p.copy_(best[rank][name])
+
+
+@on_ranks(
+    2,
+    stage=[1, 3],
+    edit=[_multiplied, _filled, _all_at_once, _row, _loaded, _assigned, _best, _best_copied],
+)
+def test_a_forward_after_edits_that_differ_by_rank_is_an_error(stage: int, edit: Edit) -> None:
+    """Under DDP each rank would have a model of its own: here the rows of each would be of another model."""
+    model, best = _model(stage), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        square_loss(model, batch(0, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        best.append({key: value.clone() for key, value in model.state_dict().items()})
+    for rank in (0, 1):
+        edit(model, best, rank)  # the same on all ranks
+        square_loss(model, batch(0, 0))
+    edit(model, best, dist.get_rank())
+    with pytest.raises(
+        zero.UsageError, match=r"(changed parameter|written other values into parameter) 'enter.weight'"
+    ):
+        square_loss(model, batch(0, 0))

@@ -130,3 +130,54 @@ def test_what_each_exchange_of_torch_writes_is_known() -> None:
         assert bool(writes_of(exchange)) == (name not in ("send", "barrier", "monitored_barrier_", "check_for_nan")), (
             name
         )
+
+
+def _sent(param: Tensor, room: Tensor) -> None:
+    if dist.get_rank() == 0:
+        dist.send(param, 1)
+    else:
+        dist.recv(room, 0)
+
+
+def _sent_later(param: Tensor, room: Tensor) -> None:
+    if dist.get_rank() == 0:
+        dist.isend(param.detach() * 2, 1).wait()
+    else:
+        dist.irecv(room, 0).wait()
+        room /= 2
+
+
+def _broadcast(param: Tensor, room: Tensor) -> None:
+    dist.broadcast(param.data if dist.get_rank() == 0 else room, 0)
+
+
+def _broadcast_in_a_group(param: Tensor, room: Tensor) -> None:
+    dist.broadcast(param.data if dist.get_rank() == 0 else room, 0, group=dist.new_group())
+
+
+@on_ranks(2, stage=[1, 3], way=[_sent, _sent_later, _broadcast, _broadcast_in_a_group])
+def test_one_rank_may_send_parameters_to_those_that_take_them_as_plain_tensors(
+    stage: int, way: Callable[[Tensor, Tensor], None]
+) -> None:
+    model = _model(stage)
+    output = model(batch(0, 0)).detach().clone()
+    wanted = [whole(param).detach().clone() for param in model.parameters()]
+    for param, expected in zip(model.parameters(), wanted, strict=True):
+        room = torch.zeros(param.shape)
+        with torch.no_grad():
+            way(param, room)
+        if dist.get_rank():
+            assert torch.equal(room, expected)
+    assert torch.equal(model(batch(0, 0)), output)
+
+
+@on_ranks(2, stage=[1, 3])
+def test_one_rank_alone_does_not_receive_into_parameters(stage: int) -> None:
+    model = _model(stage)
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.zeros(model.enter.weight.shape), 0)
+    else:
+        with pytest.raises(UsageError, match=r"broadcast: this rank alone receives values into .*'enter.weight'"):
+            dist.broadcast(model.enter.weight.data, 0)
+    dist.barrier()
+    model(batch(0, 0))

@@ -337,6 +337,8 @@ def test_refusals_are_errors_on_all_ranks() -> None:
     }
     text = "comm_hook='bf16' of DistributedDataParallelKwargs belongs to DDP"
     refused(lambda: zero.ZeroAccelerator(**given), "ConfigError", text)
+    both = {"zero_plugin": zero.ZeroPlugin(stage=1), "fsdp_plugin": object()}
+    refused(lambda: zero.ZeroAccelerator(**both), "ConfigError", "cannot be combined with fsdp_plugin: leave it out")
 
 
 @on_ranks(RANKS)

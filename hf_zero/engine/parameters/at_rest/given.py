@@ -20,7 +20,7 @@ from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 
-_TOLERANCE = 1e-3  # of the norm: ranks may round differently
+_TOLERANCE, _ROUNDINGS = 1e-3, 1e3  # of the norm, and of what one rounding changes: ranks may round differently
 _given: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # sum and norm of what was written, by the id of the rows
 
 
@@ -87,14 +87,18 @@ def refuse_unlike(roots: Sequence[Root], what: str, world: World) -> None:
     lowest, highest = ([_as_float(number) for number in numbers] for numbers in (found.lowest, found.highest))
     for index, root in enumerate(roots):
         (total, norm), (its_total, its_norm) = (numbers[2 * index : 2 * index + 2] for numbers in (lowest, highest))
-        if max(its_total - total, its_norm - norm) > _TOLERANCE * its_norm:
+        if max(its_total - total, its_norm - norm) > _tolerance(root.rows.dtype) * its_norm:
             raise UsageError(
                 f"{what}: each rank has written other values into {root.describe()}, which is partitioned, so only its own "
-                "rows are left. Exchange a plain tensor, and write the result (dist.all_reduce(grad); p.grad = grad); or seed "
-                "ranks alike"
+                "rows are left. Exchange a plain tensor, and write the result (dist.all_reduce(grad); p.grad = grad); load the "
+                "same on all ranks; or seed them alike"
             )
     for root in roots:
         _given.pop(id(root.rows), None)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return min(_TOLERANCE, _ROUNDINGS * torch.finfo(dtype).eps) if dtype.is_floating_point else _TOLERANCE
 
 
 def _numbers_of(root: Root) -> Tensor | None:

@@ -13,6 +13,7 @@ rank that copies such values into a model alone (an average, to save it) reads t
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,7 +30,7 @@ from hf_zero.engine.parameters.at_rest.entries import (
 )
 from hf_zero.engine.parameters.at_rest.operators import base_name
 from hf_zero.engine.parameters.at_rest.recipes import Called, Key, Recipe, UnknownError, digest
-from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.parameters.at_rest.values import note
 from hf_zero.engine.parameters.at_rest.weak_tensor import WeakTensor
 from hf_zero.engine.ranks.apart import same_bits
@@ -120,6 +121,31 @@ class Call:
 
 
 NOTHING = Call([None])  # has keys
+
+
+def mark_of(func: Any, args: Any, kwargs: Any) -> int:
+    """A number that tells apart calls which write other values into what is at rest, as far as that can be told on a host.
+
+    The same on all ranks that make the same call: their numbers count, keys, and what views show; of plain tensors see
+    [Note: given wholes].
+    """
+    return zlib.crc32(repr((base_name(func), _told((*args, *kwargs.values())))).encode())
+
+
+def _told(values: Sequence[Any]) -> list[Any]:
+    told: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            told += _told(value)
+        elif isinstance(value, Root):
+            told.append(key_of(value))
+        elif isinstance(value, AtRest) and isinstance(value, Tensor):
+            told.append((key_of(value.root), value.shape, value.storage_offset()))
+        elif isinstance(value, Tensor) and not value.ndim and value.device.type == "cpu":
+            told.append(value.item())
+        elif isinstance(value, int | float | complex):
+            told.append(value)
+    return told
 
 
 _made: weakref.WeakKeyDictionary[Serving, Key] = weakref.WeakKeyDictionary()  # the last key of a parameter made

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Rows
+from hf_zero.engine.parameters.at_rest.lineage import key_of
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.ranks.world import World
 from hf_zero.layout import RowLayout
@@ -45,13 +46,13 @@ def norms_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _all_ask(roots: Sequence[Root]) -> bool:
-    """Whether every rank asks for norms of these, or one does so alone, which may happen with parameters."""
-    params = [root.param for root in roots]
+    """Whether every rank asks for norms of these, or one does so alone, which may happen with parameters and values."""
     worlds = dict.fromkeys(root.held[0] for root in roots)
-    if len(worlds) != 1 or None in params:
+    if len(worlds) != 1 or any(root.param is None and key_of(root) is None for root in roots):
         return True
     (world,) = worlds
-    return not world.serving.can_be_alone or world.all_come(f"norms of {roots[0].describe()}", params)
+    known = [cast(Tensor, root) if root.param is None else root.param for root in roots]
+    return not world.serving.can_be_alone or world.all_come(f"norms of {roots[0].describe()}", known)
 
 
 def _norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:

@@ -63,8 +63,8 @@ class Root(AtRest):
         """The parameter that this is, or is an alias of."""
 
     @abstractmethod
-    def before_edit(self) -> None:
-        """The rows are about to be changed by hand, on every rank."""
+    def before_edit(self, mark: int = 0) -> None:
+        """The rows are about to be changed by hand, on every rank; `mark` is that of the call, see `lineage.mark_of`."""
 
     @abstractmethod
     def after_edit(self) -> None:

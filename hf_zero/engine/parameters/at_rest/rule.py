@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -14,9 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
+from hf_zero.engine.parameters.at_rest.exchanges import is_alone, run_alone, wait_for
+from hf_zero.engine.parameters.at_rest.gathers import gather, known_to_all
 from hf_zero.engine.parameters.at_rest.given import note_computed, note_given, note_overwritten, refuse_unlike
-from hf_zero.engine.parameters.at_rest.lineage import NOTHING, Call, copied_over, is_back
+from hf_zero.engine.parameters.at_rest.lineage import NOTHING, Call, mark_of
 from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
+from hf_zero.engine.parameters.at_rest.operands import mapped, tensors_in, unique, written_by
 from hf_zero.engine.parameters.at_rest.operators import (
     Kind,
     base_name,
@@ -26,10 +29,6 @@ from hf_zero.engine.parameters.at_rest.operators import (
     writes_of,
 )
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
-from hf_zero.engine.parameters.at_rest.values import VALUES
-from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
-from hf_zero.engine.ranks.serving import ChangedAloneError
-from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 
 _BETWEEN = ("hf_zero.engine.parameters.", "torch._dynamo.")  # modules between an operator and what has called it
@@ -37,13 +36,13 @@ _BETWEEN = ("hf_zero.engine.parameters.", "torch._dynamo.")  # modules between a
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator of torch of which some operands are at rest."""
-    if torch.is_inference_mode_enabled() and not any(t.is_inference() for t in _written(func, args, kwargs)):
+    if torch.is_inference_mode_enabled() and not any(t.is_inference() for t in written_by(func, args, kwargs)):
         with torch_compat.as_without_inference_mode():
             return func(*args, **kwargs)
-    operands = _tensors_in((*args, *kwargs.values()))
+    operands = tensors_in((*args, *kwargs.values()))
     if any(isinstance(t, DTensor) and not isinstance(t, AtRest) for t in operands):
         args, kwargs = pytree.tree_map_only(DTensor, _known, (args, kwargs))
-        operands = _tensors_in((*args, *kwargs.values()))
+        operands = tensors_in((*args, *kwargs.values()))
     given = [t for t in operands if isinstance(t, AtRest)]
     kind = kind_of(func)
     if any(t.root.shown is not None for t in given) and kind is not Kind.SHAPE:
@@ -56,12 +55,15 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return func(torch.empty(0, dtype=operands[0].dtype, device=operands[0].device), *args[1:], **kwargs)
     if kind is Kind.SHAPE:
         _refuse_other_shape(func, given[0])
-    written = list(_written(func, args, kwargs))
+    written = list(written_by(func, args, kwargs))
     if kind is Kind.EXCHANGE:
         _refuse_unlike(func, written)
-    edited = _unique(t.root for t in written if isinstance(t, AtRest))
+        if is_alone(func, given):
+            return run_alone(func, args, kwargs, given, written)
+    edited = unique(t.root for t in written if isinstance(t, AtRest))
+    mark = mark_of(func, args, kwargs) if edited and kind is not Kind.EXCHANGE else 0
     for root in edited:
-        root.before_edit()
+        root.before_edit(mark)
     try:
         return _run(func, args, kwargs, kind, operands, written)
     finally:
@@ -113,81 +115,13 @@ def _known(tensor: DTensor) -> Tensor:
 def _on_shown(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest]) -> Any:
     """Run an operator on what stands for its operands just now: what it gives of that alone is plain."""
     plain = {id(t): t.of(whole) for t in given if (whole := t.root.shown) is not None}
-    originals = {id(plain[id(t)]): t for t in _written(func, args, kwargs) if id(t) in plain}
-    result = _mapped(func, args, kwargs, plain)  # may come here again, for what is at rest among them
+    originals = {id(plain[id(t)]): t for t in written_by(func, args, kwargs) if id(t) in plain}
+    result = mapped(func, args, kwargs, plain)  # may come here again, for what is at rest among them
     return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
 
 
-def gather(roots: Sequence[Root], what: str, only_reads: bool = True) -> list[Tensor]:
-    """The whole tensors, in memory of their own where they are cut; called by all ranks together, if one has to ask.
-
-    Where they are parameters or optimizer states that are only read, by one rank too: see [Note: alone].
-    """
-    wholes = [_without_asking(root) for root in roots]
-    cut = [root for root, whole in zip(roots, wholes, strict=True) if whole is None]
-    worlds = dict.fromkeys(root.held[0] for root in cut)
-    are_together = {world.number: _meet(world, cut, what, only_reads) for world in worlds}
-    return [
-        _asked(root, are_together, only_reads) if whole is None else whole
-        for root, whole in zip(roots, wholes, strict=True)
-    ]
-
-
-def _without_asking(root: Root) -> Tensor | None:
-    if root.shown is not None or not root.is_cut:
-        return root.rows if root.shown is None else root.shown
-    whole = root.whole_at_hand()
-    return None if whole is None else whole.clone()
-
-
-def _asked(root: Root, are_together: dict[int, bool], only_reads: bool) -> Tensor:
-    world, cut = root.held
-    if are_together[world.number]:
-        return world.gather_parameter(root.rows, cut, "whole parameters")
-    return ask_alone(root, only_reads)
-
-
-def ask_alone(root: Root, only_reads: bool = True) -> Tensor:
-    """The whole of a tensor at rest, in memory of its own, on a rank whose peers have gone on; errors as of `whole_of`.
-
-    Args:
-        root: the tensor.
-        only_reads: False: an edit of it has been begun, and needs the whole as it was before.
-    """
-    world, cut = root.held
-    if not root.is_cut:
-        return root.rows.clone()
-    known = _known_to_all(root)
-    is_apart = world.serving.apart.num_edits(known) > (not only_reads) and not is_back(root)
-    try:
-        return world.serving.whole(known, root.rows, cut.rows, is_apart)
-    except ChangedAloneError:
-        if (source := copied_over(root)) is None:
-            raise
-        if isinstance(source, Tensor):
-            return source.clone()
-        return world.serving.whole_of(VALUES, source, root.rows, cut.rows)
-
-
-def _meet(world: World, roots: Sequence[Root], what: str, only_reads: bool) -> bool:
-    """Whether all ranks gather these, or this one alone."""
-    label = f"{what} (all ranks must run it)"
-    refuse_beside_a_backward(what, [root.rows for root in roots], world)
-    if only_reads:
-        return world.all_come(label, map(_known_to_all, roots))
-    if any(world.serving.apart.before(_known_to_all(root)) is not None for root in roots):
-        return False  # see [Note: edits alone]
-    world.meet(label)
-    return True
-
-
-def _known_to_all(root: Root) -> Tensor:
-    """What other ranks can be asked for: the parameter that it is an alias of, else itself."""
-    return cast(Tensor, root) if root.param is None else root.param
-
-
 def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], written: list[Tensor]) -> Any:
-    roots = _unique(t.root for t in given)
+    roots = unique(t.root for t in given)
     call = Call.of(func, args, kwargs) if written else NOTHING
     roots_written = [cast(Tensor, t.root) for t in written if isinstance(t, AtRest)]
     if kind_of(func) is Kind.EXCHANGE and (cut := [root for root in roots if root.is_cut]):
@@ -197,25 +131,21 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
         wholes = dict(zip(map(id, roots), gather(roots, what, not roots_written), strict=True))
         plain = {id(t): cast(AtRest, t).of(wholes[id(cast(AtRest, t).root)]) for t in cast(list[Tensor], given)}
         apart = _apart(roots_written, wholes) if call.source is None else []
-        result = _mapped(func, args, kwargs, plain)
-        if (
-            kind_of(func) is Kind.EXCHANGE and base_name(func) != "send"
-        ):  # others read and write their tensors till they end
-            for work in pytree.tree_leaves(result):
-                if isinstance(work, torch.ScriptObject):
-                    work.wait()  # type: ignore[attr-defined]
+        result = mapped(func, args, kwargs, plain)
+        if kind_of(func) is Kind.EXCHANGE and base_name(func) != "send":
+            wait_for(result)
         for tensor in written:
             if isinstance(tensor, AtRest) and plain[id(tensor)].shape != tensor.shape:
                 _refuse_other_shape(func, tensor)
         for root, before in apart:
             _refuse_others_rows(root, before, wholes[id(root)])
         call.begin(roots_written)
-        for root in _unique(t.root for t in written if isinstance(t, AtRest)):
+        for root in unique(t.root for t in written if isinstance(t, AtRest)):
             if root.is_cut:
                 root.rows.copy_(root.cut(wholes[id(root)]))
     call.note_written(roots_written)
     if kind_of(func) is not Kind.EXCHANGE:
-        plain_ones = [t for t in _tensors_in((*args, *kwargs.values())) if t.ndim and not isinstance(t, AtRest)]
+        plain_ones = [t for t in tensors_in((*args, *kwargs.values())) if t.ndim and not isinstance(t, AtRest)]
         for written_root, other in itertools.product(cast(list[Root], roots_written), plain_ones):
             note_given(written_root, other, False)
     originals = {id(plain.get(id(t), t)): t for t in written}
@@ -225,7 +155,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], writte
 def _apart(written: Sequence[Tensor], wholes: dict[int, Tensor]) -> list[tuple[Root, Tensor]]:
     """What this rank alone is about to write to, with copies of the whole."""
     roots = {id(root): root for root in cast("Sequence[Root]", written) if root.is_cut}
-    mine = [root for root in roots.values() if root.held[0].serving.apart.before(_known_to_all(root)) is not None]
+    mine = [root for root in roots.values() if root.held[0].serving.apart.before(known_to_all(root)) is not None]
     return [(root, wholes[id(root)].clone()) for root in mine]
 
 
@@ -253,27 +183,6 @@ def _refuse_unlike(func: Any, written: Sequence[Tensor]) -> None:
         )
 
 
-def _mapped(func: Any, args: Any, kwargs: Any, plain: dict[int, Tensor]) -> Any:
-    return func(*(_swapped(a, plain) for a in args), **{key: _swapped(a, plain) for key, a in kwargs.items()})
-
-
-def _swapped(argument: Any, plain: dict[int, Tensor]) -> Any:
-    if isinstance(argument, Tensor):
-        return plain.get(id(argument), argument)
-    return [_swapped(a, plain) for a in argument] if isinstance(argument, list | tuple) else argument
-
-
-def _tensors_in(arguments: Iterable[Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments: clipping passes here for every gradient; pytree takes ten calls a tensor."""
-    found: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        elif isinstance(argument, list | tuple):
-            found += _tensors_in(argument)
-    return found
-
-
 # --- on rows ----------------------------------------------------------------------------------------------------
 
 
@@ -289,12 +198,12 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
             return False, None
     call = Call.of(func, args, kwargs, len(templates) if kind is Kind.LISTS else None, is_on_rows=True)
     call.begin(written)
-    result = _mapped(func, args, kwargs, plain)
+    result = mapped(func, args, kwargs, plain)
     if written:
         call.note_written(written)
         _note_sources(func, args, written)
         return True, written[0] if isinstance(result, Tensor) else result
-    operands = [t for t in _tensors_in((*args, *kwargs.values())) if isinstance(t, Root)]
+    operands = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, Root)]
     if kind is Kind.LISTS and isinstance(result, list | tuple):
         made = [t if root is None else root.like(t) for root, t in zip(templates, result, strict=True)]
         call.note_made(made)
@@ -325,7 +234,7 @@ def _note_sources(func: Any, args: Any, written: Sequence[Tensor]) -> None:
 def _groups(args: Any, kwargs: Any, kind: Kind) -> list[list[Tensor]]:
     """The tensors that an operator puts together: all, or those of each place of its lists, and what goes with every place."""
     if kind is Kind.ROWS:
-        return [_tensors_in((*args, *kwargs.values()))]
+        return [tensors_in((*args, *kwargs.values()))]
     values = [*args, *kwargs.values()]
     lists = [v for v in values if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
     shared = [v for v in values if isinstance(v, Tensor)]
@@ -381,17 +290,6 @@ def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: T
             found_inf.copy_(by_rank(world, found_inf.reshape(1), over_tensor).amax())
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments that an operator changes."""
-    for index, name in writes_of(func):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        yield from _tensors_in((value,))
-
-
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
-
-
-def _unique(roots: Iterable[Root]) -> list[Root]:
-    return list({id(root): root for root in roots}.values())

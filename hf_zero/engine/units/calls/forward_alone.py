@@ -14,16 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from hf_zero.engine.parameters.at_rest.gathers import ask_alone
 from hf_zero.engine.parameters.at_rest.root import Root
-from hf_zero.engine.parameters.at_rest.rule import ask_alone
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, as_dtype, as_seen, pop, push
 from hf_zero.engine.parameters.whole import num_writes
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.host.room import free_bytes
+from hf_zero.parameters import parameters_of
 
 _keeping: weakref.WeakSet[ForwardsAlone] = weakref.WeakSet()  # whole tensors, for the next forward
 
@@ -46,6 +48,20 @@ class ForwardsAlone:
         self._are_together = 0
 
     # --- whether it is one --------------------------------------------------------------------------------------
+
+    def records(self, module: nn.Module, *given: object) -> bool:
+        """Whether a forward may record gradients: not of a frozen model (an average of weights), on inputs that need none.
+
+        Args:
+            module: is called.
+            given: what with.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        if any(p.param.requires_grad for p in self._parameters):
+            return True
+        inputs = (each for each in pytree.tree_leaves(given) if isinstance(each, Tensor))
+        return any(each.requires_grad for each in (*inputs, *parameters_of(module)))
 
     def begins(self, what: str = "a forward without gradients") -> bool:
         """Whether what is about to begin is this rank's alone: others have gone on. Those that come are asked to say so.

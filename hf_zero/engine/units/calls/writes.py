@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from torch import Tensor
@@ -19,13 +19,23 @@ from hf_zero.engine.units.unit import Unit
 from hf_zero.errors import UsageError
 
 
-def check_edits(edited: Iterable[ZeroParameter], world: World) -> None:
-    """All ranks are about to compute with what has been edited by hand: see [Note: given wholes].
+def check_edits(edited: Mapping[ZeroParameter, int], world: World) -> None:
+    """All ranks are about to compute with what has been edited by hand, with a mark of how: see [Note: given wholes].
 
     Raises:
-        UsageError: each rank has given other values.
+        UsageError: each rank has edited it in another way, or given other values.
     """
-    roots = [cast(Root, p.param) for p in edited if p.is_sharded]
+    sharded = [p for p in edited if p.is_sharded]
+    if any(edited[p] for p in sharded):
+        found = world.everyone.combine([edited[p] for p in sharded], "a forward of what ranks have edited")
+        for p, lowest, highest in zip(sharded, found.lowest, found.highest, strict=True):
+            if lowest != highest:
+                raise UsageError(
+                    f"the ranks have changed parameter {p.name!r} in other ways (with other numbers, say, or from values of "
+                    "other steps), so the rows of each are of another model: let all ranks run the same lines on the same "
+                    "values"
+                )
+    roots = [cast(Root, p.param) for p in sharded]
     if have_been_given(roots):
         refuse_unlike(roots, "a forward", world)
 
