@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import torch_compat
-from hf_zero.engine.backward.backward import Backward
 from hf_zero.engine.backward.plain import PlainBackward
+from hf_zero.engine.backward.visited import kind_of_backward
 from hf_zero.engine.modules.activations import PartitionedActivations
 from hf_zero.engine.modules.float32 import compute_in_float32, kept_parameters
 from hf_zero.engine.modules.hooks import Hook, ModuleHooks
@@ -82,10 +82,10 @@ class ZeroEngine:
             self._by_param = {id(p.param): p for p in self.parameters}
             offload_parameters(self.parameters, world)
             self.gathering = Gathering(world, self.parameters)
-            self.after_edit = self.gathering.note_that_rows_settle  # see `Owner.after_edit`
+            self.after_edit = self.gathering.home.note_that_rows_settle  # see `Owner.after_edit`
             self.activations = PartitionedActivations(world, world.config.activations)
             self._inputs = SameInputs(world)
-            make_backward = PlainBackward if self._is_plain() else Backward
+            make_backward = kind_of_backward(world, self.parameters)
             self.backward = make_backward(model, world, self.parameters, self.gathering)
             self._build(model)
         _live_engines.add(self)
@@ -94,11 +94,6 @@ class ZeroEngine:
         model.__dict__["_zero_engine"] = self
 
     # --- building -----------------------------------------------------------------------------------------------
-
-    def _is_plain(self) -> bool:
-        """Whether the modules can compute with the parameters as they are at rest."""
-        is_plain = not self.world.partitions and all(p.rests_as_computed for p in self.parameters)
-        return is_plain and (self.world.data.num_ranks == 1 or self.world.config.gradient_reduction == "mean")
 
     def _build(self, model: nn.Module) -> None:
         self.backward.watch()
@@ -112,7 +107,7 @@ class ZeroEngine:
         ):
             hook = Hook(self._enter_root, copied_as=self._copied_as if module is model else None)
             self._handles.insert(0, module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-            leave = Hook(self._leave_root)
+            leave = Hook(self.gathering.home.visited(self._leave_root))
             self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
         self._handles += compute_in_float32(model, self.world.config)
         self._cast = CastInputs(model, self.world.config, self.world.precision.compute)
@@ -149,7 +144,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Remove every hook; parameters stay as they are. All ranks close together."""
-        self.gathering.settle()
+        self.gathering.home.visited(self.gathering.settle)()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -208,6 +203,8 @@ class ZeroEngine:
         if forwards.modules and not forwards.are_alive(module):
             self._abandon_forward()
         records = torch_compat.in_backward() or self.gathering.alone.records(module, args, kwargs)
+        if not forwards.modules and self.backward.session is None:
+            self.gathering.home.move_here(self.backward.settle, self.memory.held)
         self.backward.buffers.begin_forward(records and not forwards.modules and not torch_compat.in_backward())
         if not forwards.modules and self.gathering.has_nothing_to_do():
             return None
@@ -322,7 +319,9 @@ class ZeroEngine:
             self.gathering.begin_read()
             if (unit := self._unit_of[id(p)]).is_releasable:
                 self.gathering.tell_of_wait()
-            (whole,) = as_shown([param], [unit.read_whole(p)])
+            with self.gathering.home as home:
+                home.hand_out([read := unit.read_whole(p)])
+            (whole,) = as_shown([param], [read])
             (known,) = as_seen([p], [in_graph(self.backward, Read(p, unit), whole) if is_traced else whole])
             self.gathering.reads.add(unit, p, is_traced, known)
         return known

@@ -30,7 +30,7 @@ from hf_zero.plan.activations import activations
 from hf_zero.plan.memory import Setting, predict
 from hf_zero.plan.models import config_of
 from hf_zero.plan.shapes import meta_model, shapes_of
-from tests.gpu import hazards, offload, offload_doors, offload_measured, ordinary
+from tests.gpu import hazards, offload, offload_doors, offload_measured, ordinary, streams
 from tests.gpu.training import BLOCKS, LLAMA, STAGES, adamw, batch_of, furthest, train
 from tests.models import Stack, make_model, stack_batch
 
@@ -323,6 +323,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
         *offload_doors.OF_TWO,
         *offload_measured.OF_TWO,
         *ordinary.OF_TWO,
+        *streams.OF_TWO,
         *hazards.OF_FOUR,
     )
 }

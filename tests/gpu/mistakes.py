@@ -25,8 +25,8 @@ from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.modules.beside import Arrival, CopyStream
 from hf_zero.engine.parameters.host_rows import HostRows
+from hf_zero.engine.ranks.home import Home
 from hf_zero.engine.units import unit as unit_module
-from hf_zero.engine.units.gathering import Gathering
 from hf_zero.engine.units.storage import from_host
 from hf_zero.engine.units.unit import Unit
 from tests.gpu.training import BLOCKS, adamw, train
@@ -153,10 +153,10 @@ def _saved_early() -> AbstractContextManager[Any]:
 
 
 def _answered_early() -> AbstractContextManager[Any]:
-    def without_a_record(gathering: Gathering) -> None:
-        gathering.settled = torch.Event(gathering._world.device)
+    def without_a_record(home: Home) -> None:
+        home.settled = torch.Event(home._device)
 
-    return patch.object(Gathering, "_note_that_rows_settle", without_a_record)
+    return patch.object(Home, "note_that_rows_settle", without_a_record)
 
 
 def _offloading(device: torch.device) -> Tensor:

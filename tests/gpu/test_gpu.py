@@ -25,6 +25,7 @@ _DROPPED = {"HF_ZERO_COLLECTIVES", "ACCELERATE_USE_CPU"} if torch.cuda.is_availa
 _BY_HAND = {
     *("alone", "bf16", "compiled", "half", "late", "memory", "mixed", "moved", "parity", "raises", "recomputation"),
     "resume",
+    "streams",
     *(each.__name__ for each in (*offload.OF_TWO, *offload_doors.OF_TWO, *offload_measured.OF_TWO, *ordinary.OF_TWO)),
 }  # on CPUs, other tests show the same
 

@@ -78,6 +78,11 @@ class Backward:
             if p.param.requires_grad and p not in self._watched:
                 self._watched[p] = self._watch(p)
 
+    def settle(self) -> None:
+        """Between passes: wait for what is under way, and let buffers have what has come for them."""
+        self.gathering.settle()
+        self.buffers.put_in()
+
     def stop(self) -> None:
         """Watch no longer, and let buffers have what has come for them."""
         self.buffers.put_in()

@@ -34,11 +34,14 @@ class PlainBackward(Backward):
         def hook(_: Tensor) -> None:  # a tensor's hooks are invisible to the garbage collector: no cycle through them
             backward, known = owner(), of_parameter()
             if backward is not None and known is not None:
-                refuse_create_graph()
-                backward.begin().has_gradients = True
-                backward._reducer.arrived(known, backward._is_syncing)
+                backward._on_sum(known)
 
         return p.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _on_sum(self, p: ZeroParameter) -> None:
+        refuse_create_graph()
+        self.begin().has_gradients = True
+        self._reducer.arrived(p, self._is_syncing)
 
     def _make_reducer(self, takes_part: Callable[[ZeroParameter], bool]) -> None:
         return None

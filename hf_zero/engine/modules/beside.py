@@ -29,7 +29,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._under_way: tuple[torch.Event, Tensor] | None = None
+        self._under_way: tuple[torch.Event, Tensor, torch.Stream] | None = None
         self._version: int | None = None  # of what goes down
 
     def down(self, source: Tensor, room: Tensor) -> None:
@@ -49,11 +49,12 @@ class CopyStream:
     def _copying(self, kept: Tensor) -> Iterator[torch.Event]:
         self.settle()
         event, stream = torch.Event(self._device), _stream(self._device)
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        compute = torch.accelerator.current_stream(self._device)
+        stream.wait_stream(compute)
         with stream, torch.no_grad():
             yield event
             event.record(stream)
-        self._under_way = event, kept
+        self._under_way = event, kept, compute
 
     def settle(self) -> None:
         """Let the compute stream wait for what is under way.
@@ -63,7 +64,8 @@ class CopyStream:
         """
         if self._under_way is None:
             return
-        (event, kept), self._under_way = self._under_way, None
+        (event, kept, compute), self._under_way = self._under_way, None
+        compute.wait_event(event)  # which has its memory back then
         torch.accelerator.current_stream(self._device).wait_event(event)
         version, self._version = self._version, None
         if version not in (None, kept._version):

@@ -72,8 +72,10 @@ class ModuleHooks:
         if is_other:
             entry.others.append(weakref.ref(module))
         self._backward = weakref.ref(backward)
-        after = module.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True)
-        self.handles = [module.register_forward_pre_hook(Hook(self.before), with_kwargs=True, prepend=True), after]
+        home = backward.gathering.home
+        after = module.register_forward_hook(Hook(home.visited(self._after)), with_kwargs=True, always_call=True)
+        before = module.register_forward_pre_hook(Hook(home.visited(self.before)), with_kwargs=True, prepend=True)
+        self.handles = [before, after]
         self._number = after.id
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
@@ -154,6 +156,7 @@ class ModuleHooks:
         del written  # holds memory
         found = list(tensors_in(output))
         if copies := self._copies_of_views(found):
+            backward.gathering.home.hand_out(copies.values())
             output = replace_tensors(output, copies)
             found = [copies.get(id(tensor), tensor) for tensor in found]
         if not sys.exc_info()[1]:  # whose frames hold tensors

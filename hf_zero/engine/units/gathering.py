@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, as_seen, pop, push
+from hf_zero.engine.ranks.home import Home
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.world import World
 from hf_zero.engine.units.calls.call import Call, Entry
@@ -41,6 +42,7 @@ class Gathering:
 
     Attributes:
         units: the sets of parameters gathered together, in the model's order.
+        home: the stream on which all this is queued.
         memory: counts the bytes of gathered units.
         schedule: the record of gathers.
         reductions: the agreed order of reductions.
@@ -53,13 +55,12 @@ class Gathering:
         alone: forwards that this rank computes alone.
         changes: counts steps and edits by hand, before rows change.
         edited: by hand, since whole tensors were made, with a mark of how; a step's edits have none.
-        settled: on a device, passes when the last step or edit has been done, or the model is sharded; None on the CPU.
     """
 
     def __init__(self, world: World, parameters: list[ZeroParameter]) -> None:
         self._world = world
         self.units: list[Unit] = []
-        self.memory = GatheredMemory()
+        self.home, self.memory = Home(world.device), GatheredMemory()
         self.schedule = GatherSchedule()
         self.reductions = ReductionOrder([])
         self.before_wait: Callable[[], None] | None = None
@@ -68,7 +69,6 @@ class Gathering:
         self.alone = ForwardsAlone(world, parameters)
         self.is_refreshed = world.partitions
         self.num_steps = 0
-        self.note_that_rows_settle()
         self._held: list[Lease] = []  # of all units
         self.for_graphs = ForGraphs()
         self._parameters = parameters
@@ -238,13 +238,14 @@ class Gathering:
         self.begin_read()
         try:
             units = [unit for unit in self.units if not unit.is_whole_elsewhere]
-            for unit, coming in zip(units, [*units[1:], None], strict=True):
-                for each in (unit, coming):  # one ahead
-                    if each is not None and each.residency is Residency.RELEASED:
-                        each.start_gather()
-                self._held.append(unit.acquire())
-                shown = as_shown([p.param for p in unit.parameters], unit.whole_tensors())
-                push(self._held, unit.parameters, as_seen(unit.parameters, shown))
+            with self.home:
+                for unit, coming in zip(units, [*units[1:], None], strict=True):
+                    for each in (unit, coming):  # one ahead
+                        if each is not None and each.residency is Residency.RELEASED:
+                            each.start_gather()
+                    self._held.append(unit.acquire())
+                    shown = as_shown([p.param for p in unit.parameters], unit.whole_tensors())
+                    push(self._held, unit.parameters, as_seen(unit.parameters, shown))
             yield
         finally:
             self.let_go()
@@ -254,11 +255,12 @@ class Gathering:
         if self._held:
             written = [Written(unit, *each) for unit in self.units for each in pop(self._held, unit.parameters)]
             leases, self._held = self._held, []
-            try:
-                self.keep_written(written)
-            finally:
-                for lease in leases:
-                    lease.give_back()
+            with self.home:
+                try:
+                    self.keep_written(written)
+                finally:
+                    for lease in leases:
+                        lease.give_back()
 
     @property
     def holds_all(self) -> bool:
@@ -284,7 +286,8 @@ class Gathering:
     def whole_at_hand(self, unit: Unit, p: ZeroParameter) -> Tensor | None:
         """The whole tensor of a parameter, where it stays whole between uses and is as new as its rows."""
         is_new = self._stepping is None and p not in self.edited and self._world.serving.apart.before(p.param) is None
-        return unit.whole_at_hand(p) if is_new else None
+        with self.home:
+            return unit.whole_at_hand(p) if is_new else None
 
     def before_edit(self, p: ZeroParameter, mark: int) -> None:
         """A parameter is about to be changed by hand, on every rank: see [Note: an edit is seen]."""
@@ -326,7 +329,9 @@ class Gathering:
         self.on_rows_changed(p for p in held_now if p.param.requires_grad or p.param.grad is not None)
         self._stepping = None
         if held:
-            self.drop()  # also units without anything that has changed
+            with self.home:
+                self.home.hand_out(grad for p in held if (grad := p.param.grad) is not None)
+                self.drop()  # also units without anything that has changed
 
     def keep_written(self, written: Sequence[Written], has_failed: bool = False) -> None:
         """Keep what modules have written into whole tensors, on every rank: see [Note: writes in a forward].
@@ -347,7 +352,7 @@ class Gathering:
             self.reads.forget(p, but=whole)
             if not (has_failed and unit.is_shared):
                 unit.keep_written(p, whole)
-        self.note_that_rows_settle()
+        self.home.note_that_rows_settle()
 
     def keep_written_reads(self) -> None:
         """Keep what was written into what was read outside of calls."""
@@ -365,7 +370,7 @@ class Gathering:
         if told:
             self.let_go()
             self.for_graphs.let_go()
-            self.note_that_rows_settle()
+            self.home.note_that_rows_settle()
         self.edited.update(told)
         units = {
             unit: members
@@ -374,14 +379,10 @@ class Gathering:
         }
         for unit in units:
             unit.epoch += 1  # of all, before anything that can fail
-        for unit, members in units.items():
-            unit.changed(members)
+        with self.home:
+            for unit, members in units.items():
+                unit.changed(members)
         self.edited = {p: mark for p, mark in self.edited.items() if p not in told}
-
-    def note_that_rows_settle(self) -> None:
-        """Other ranks read them behind what is queued on a device by now."""
-        device = self._world.device
-        self.settled = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
     def flush_edits(self) -> None:
         """Let what was edited by hand be gathered again."""

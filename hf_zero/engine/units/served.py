@@ -62,7 +62,7 @@ class ServedParameters:
     @property
     def settled(self) -> torch.Event | None:
         """See `Served`."""
-        return self._gathering.settled
+        return self._gathering.home.settled
 
     @property
     def num_parameters(self) -> int:

@@ -45,6 +45,10 @@ class GatheredMemory:
         else:
             storage.resize_(0)
 
+    def held(self) -> list[torch.UntypedStorage]:
+        """What has memory that comes and goes."""
+        return list(self._held)
+
     def reset_peak(self) -> None:
         """Start a new `peak_bytes` at what is held now."""
         self.peak_bytes = self.bytes
