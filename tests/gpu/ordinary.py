@@ -12,22 +12,27 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hf_zero as zero
 from tests.engine.twins import Twins
-from tests.gpu.training import BLOCKS, LLAMA, STAGES, furthest, train
+from tests.gpu.training import BLOCKS, LLAMA, STAGES, batch_of, furthest, train
 from tests.models import make_model
 
 
 def wire(device: torch.device) -> dict[str, Any]:
-    """Rows and gradients in fewer bytes, and a second copy of rows: near one process."""
+    """Rows and gradients in fewer bytes, and a second copy of rows: near one process, with rows on the host, too."""
     found = {}
     for config in (
         {"gather": "bfloat16", "reduce": "bfloat16"},
         {"gather": "int8", "reduce": "int4"},
         {"secondary": 2},
     ):
-        model = make_model(LLAMA).to(device)
-        zero.shard_model(model, {"stage": 3, "wire": config, "collectives": "native", **BLOCKS})
-        found[str(config)] = far = furthest(train(model, device), device)
-        assert far < (1e-5 if "secondary" in config else 0.3), found
+        for offload in ({}, {"parameters": "host", "optimizer": "host"}):
+            model = make_model(LLAMA).to(device)
+            wired = {"stage": 3, "wire": config, "collectives": "native", "offload": offload}
+            zero.shard_model(model, {**wired, **BLOCKS})
+            found[f"{config}, {offload}"] = far = furthest(train(model, device), device)
+            assert far < (1e-5 if "secondary" in config else 0.3), found
+            with torch.no_grad():
+                losses = [model(**batch_of(step, dist.get_rank(), device)).loss for step in range(3)]
+            assert all(map(torch.isfinite, losses)), (config, offload, losses)
     return found
 
 

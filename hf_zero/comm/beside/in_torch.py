@@ -6,7 +6,6 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch.distributed as dist
 
@@ -41,7 +40,11 @@ class TorchWaits:
 
     def needs(self, rank: int) -> bool:
         """Whether it ends only when this rank of the group has come."""
-        return self.name in _OF_ALL or rank == self.source
+        return self.name in _OF_ALL or (self.name in _OF_SOURCE and rank == self.source)
+
+    def receives_from(self, rank: int) -> bool:
+        """Whether it ends only when this rank has sent a message."""
+        return self.name == "recv" and rank == self.source
 
     @property
     def is_between_two(self) -> bool:
@@ -55,10 +58,10 @@ def torch_waits() -> TorchWaits | None:
     if frame is None or default is None or Path(frame.f_code.co_filename) != _TORCH:
         return None
     called, known = frame.f_code.co_name, dict(frame.f_locals)
-    given, place = known.get("group"), known.get("group_src")
+    given, source, place = known.get("group"), known.get("src"), known.get("group_src")
     for name, group in torch_groups.groups_of_program().items():
         if group is given or (given is None and group is default):
-            is_known = called in _OF_SOURCE and isinstance(place, int)
-            source = dist.get_global_rank(group, cast(int, place)) if is_known else None
+            if source is None and place is not None:
+                source = dist.get_global_rank(group, place)
             return TorchWaits(called, name, torch_groups.sequence_number(group), source)
     return None

@@ -95,6 +95,12 @@ def is_waiting_beyond(numbers: Mapping[str, int]) -> bool:
     return waits_in is not None and not waits_in.is_between_two and numbers.get(waits_in.group, _MANY) < waits_in.number
 
 
+def is_receiving_from(rank: int) -> bool:
+    """Whether the program waits for a message of a rank, and changes nothing till then."""
+    waits_in = torch_waits()
+    return waits_in is not None and waits_in.receives_from(rank)
+
+
 def unit_begun(place: Place) -> str | None:
     """What travels in the exchange that this process has begun at a place; None: it has begun none there."""
     for counts in [each() for each in _program.counted]:

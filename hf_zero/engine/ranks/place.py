@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from hf_zero.comm.beside.progress import Progress, is_ahead
 
+SENDING = "send"  # with this begins what a rank is about to do that sends a message
+
 
 @dataclass(frozen=True)
 class ProgramPlace:
@@ -20,6 +22,7 @@ class ProgramPlace:
         what: the operation that it is about to begin.
         on: what that reads.
         in_groups: how many exchanges it has begun in the program's groups, by their names.
+        rank: its number in the program; -1: it has no peers.
     """
 
     world: str
@@ -29,6 +32,7 @@ class ProgramPlace:
     what: str = ""
     on: str = ""
     in_groups: Mapping[str, int] = field(default_factory=dict)
+    rank: int = -1
 
     @property
     def key(self) -> str:

@@ -30,7 +30,14 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.comm.beside.progress import counts_of, is_ahead, is_waiting_beyond, numbers_in_groups, progress
+from hf_zero.comm.beside.progress import (
+    counts_of,
+    is_ahead,
+    is_receiving_from,
+    is_waiting_beyond,
+    numbers_in_groups,
+    progress,
+)
 from hf_zero.comm.beside.service import Answer, Peers, answer
 from hf_zero.comm.beside.store import Notes
 from hf_zero.comm.exchange import named
@@ -39,7 +46,7 @@ from hf_zero.comm.groups.select import when_met
 from hf_zero.engine.ranks.apart import Apart, line_of_program
 from hf_zero.engine.ranks.leaving import Lasting, Leaves, Target, before_leaving, only_returns
 from hf_zero.engine.ranks.offers import GONE, Offers
-from hf_zero.engine.ranks.place import ProgramPlace
+from hf_zero.engine.ranks.place import SENDING, ProgramPlace
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
@@ -127,7 +134,8 @@ class Serving(Offers):
         return self._here(), self.apart.tick
 
     def _here(self, what: str = "", on: str = "", is_apart: bool = False) -> ProgramPlace:
-        return ProgramPlace(self.name, progress(), self.version, is_apart, what, on, numbers_in_groups())
+        rank = -1 if self._peers is None else self._peers.own
+        return ProgramPlace(self.name, progress(), self.version, is_apart, what, on, numbers_in_groups(), rank)
 
     # --- does everyone come? ------------------------------------------------------------------------------------
 
@@ -241,7 +249,12 @@ class Serving(Offers):
 
     def _has_left(self, place: ProgramPlace) -> bool:
         """Whether this rank has done all that comes before a place, and begun what comes after it."""
-        return bool(self._left) or is_ahead(progress(), place.reached) or is_waiting_beyond(place.in_groups)
+        is_addressed = place.what.startswith(SENDING) and is_receiving_from(place.rank)
+        return (
+            bool(self._left or is_addressed)
+            or is_ahead(progress(), place.reached)
+            or is_waiting_beyond(place.in_groups)
+        )
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 
@@ -311,7 +324,7 @@ class Serving(Offers):
         """This rank's rows, if they are those of the asker's place; called by the service."""
         seen = self.seen_from(asked_from)  # before the version: what it has begun counts all that came before
         version = self.version
-        if seen is _Seen.BEHIND:
+        if seen is _Seen.BEHIND and not is_receiving_from(asked_from.rank):
             return seen, None
         if (version < asked_from.version or asked_from.is_apart) and not self.outlives_edits(key):
             return _Seen.ELSEWHERE, None

@@ -147,6 +147,22 @@ def _sent_later(param: Tensor, room: Tensor) -> None:
         room /= 2
 
 
+def _sent_in_a_group(param: Tensor, room: Tensor) -> None:
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        dist.send(param.data.clone(), 1, group=group)
+    else:
+        dist.recv(room, 0, group=group)
+
+
+def _sent_around(param: Tensor, room: Tensor) -> None:
+    """To the next rank, by all of them."""
+    other = 1 - dist.get_rank()
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, param.data, other), dist.P2POp(dist.irecv, room, other)])
+    for work in works:
+        work.wait()
+
+
 def _broadcast(param: Tensor, room: Tensor) -> None:
     dist.broadcast(param.data if dist.get_rank() == 0 else room, 0)
 
@@ -155,7 +171,7 @@ def _broadcast_in_a_group(param: Tensor, room: Tensor) -> None:
     dist.broadcast(param.data if dist.get_rank() == 0 else room, 0, group=dist.new_group())
 
 
-@on_ranks(2, stage=[1, 3], way=[_sent, _sent_later, _broadcast, _broadcast_in_a_group])
+@on_ranks(2, stage=[1, 3], way=[_sent, _sent_later, _sent_in_a_group, _sent_around, _broadcast, _broadcast_in_a_group])
 def test_one_rank_may_send_parameters_to_those_that_take_them_as_plain_tensors(
     stage: int, way: Callable[[Tensor, Tensor], None]
 ) -> None:

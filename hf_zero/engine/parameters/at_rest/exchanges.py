@@ -21,6 +21,7 @@ from hf_zero.engine.parameters.at_rest.lineage import key_of
 from hf_zero.engine.parameters.at_rest.operands import mapped, unique
 from hf_zero.engine.parameters.at_rest.operators import base_name
 from hf_zero.engine.parameters.at_rest.root import AtRest
+from hf_zero.engine.ranks.place import SENDING
 from hf_zero.errors import UsageError
 
 
@@ -31,8 +32,8 @@ def is_alone(func: Any, given: Sequence[AtRest]) -> bool:
     if len(worlds) != 1 or any(root.param is None and key_of(root) is None for root in cut):
         return False
     (world,) = worlds
-    label = f"{base_name(func).strip('_')} of {cut[0].describe()}"
-    return world.serving.can_be_alone and not world.all_come(label, map(known_to_all, cut))
+    what = SENDING if base_name(func) == "send" else base_name(func).strip("_")
+    return world.serving.can_be_alone and not world.all_come(f"{what} of {cut[0].describe()}", map(known_to_all, cut))
 
 
 def run_alone(func: Any, args: Any, kwargs: Any, given: Sequence[AtRest], written: Sequence[Tensor]) -> Any:

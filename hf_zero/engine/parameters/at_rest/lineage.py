@@ -47,6 +47,8 @@ def key_of(root: Root) -> Key | None:
     if number is not None:
         assert param is not None
         tick = world.serving.apart.tick_of(param)
+        if tick and isinstance(source := copied_over(root), Key):
+            return source  # what this rank alone has swapped in: copies of it are values that others have, or can make
         return key_of_parameter(world.serving, number, (tick, world.rank) if tick else 0)  # which nobody else has
     return key_of_value(root)
 
