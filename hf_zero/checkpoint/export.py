@@ -21,7 +21,7 @@ from hf_zero.checkpoint.ranks.one_place import one_place
 from hf_zero.checkpoint.ranks.one_writer import save_on_first, saving_alone, world_of_whole
 from hf_zero.engine.engine import engine_of
 from hf_zero.engine.gathered_parameters import GatheredAlone, GatheredParameters, gather_whole
-from hf_zero.engine.parameters.at_rest.lineage import key_of
+from hf_zero.engine.parameters.at_rest.known.lineage import key_of
 from hf_zero.engine.parameters.at_rest.root import AtRest
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.errors import CheckpointError, UsageError

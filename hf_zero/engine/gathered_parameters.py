@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
-from hf_zero.engine.parameters.at_rest import entries
+from hf_zero.engine.parameters.at_rest.known import entries
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.parameters.quantised import as_shown
 from hf_zero.engine.parameters.records import ZeroParameter, gathered, put

@@ -68,7 +68,8 @@ class EveryRankStepping(OwnerStepping):
                 continue
             for number, state in states_of_owners(optimizer, self.owned_now(optimizer)).items():
                 to_device = partial(_on_device_of, params[number])
-                optimizer.state[params[number]].update(pytree.tree_map_only(Tensor, to_device, state))
+                known_states = optimizer.state.setdefault(params[number], {})
+                known_states.update(pytree.tree_map_only(Tensor, to_device, state))
 
 
 def _on_device_of(param: Tensor, value: Tensor) -> Tensor:

@@ -202,9 +202,7 @@ class WireCollectives(RowCollectives):
             # This rank's rows too: with its exact ones it would compute with other weights than its peers do.
             for item, rows in zip(packed, sent, strict=True):
                 chunk = item.layout.chunk_numel
-                if (
-                    rows.flat.device.type != "cpu"
-                ):  # made where the gather began: with rows on the host, on another stream
+                if rows.flat.device.type != "cpu":  # made where the gather began: perhaps on another stream
                     rows.flat.record_stream(torch.accelerator.current_stream(rows.flat.device))
                 for number, values in enumerate(rows.flat.view(ranks, -1)):
                     unpack(wire, values, item.flat[number * chunk : (number + 1) * chunk])

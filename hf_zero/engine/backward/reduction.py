@@ -15,7 +15,7 @@ from hf_zero.comm.copies import copies_of
 from hf_zero.comm.exchange import Exchange
 from hf_zero.engine.backward.landing import Landing
 from hf_zero.engine.backward.votes import Report, Reports, bitmap, fingerprint, named_by
-from hf_zero.engine.parameters.at_rest import values
+from hf_zero.engine.parameters.at_rest.known import values
 from hf_zero.engine.parameters.records import ZeroParameter, add_gradients
 from hf_zero.engine.ranks import hyperparameters
 from hf_zero.engine.ranks.precision import GradientDtypes

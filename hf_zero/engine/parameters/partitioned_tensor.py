@@ -36,9 +36,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.addresses import StorageAtRest
-from hf_zero.engine.parameters.at_rest import entries
 from hf_zero.engine.parameters.at_rest.given import note_given
-from hf_zero.engine.parameters.at_rest.lineage import note_copy
+from hf_zero.engine.parameters.at_rest.known import entries
+from hf_zero.engine.parameters.at_rest.known.lineage import note_copy
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.at_rest.rule import run
 from hf_zero.engine.parameters.at_rest.views import Readable, View, views

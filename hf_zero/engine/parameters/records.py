@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_zero import torch_compat
 from hf_zero.comm.copies import in_dtypes
-from hf_zero.engine.parameters.at_rest.lineage import note_parameter
+from hf_zero.engine.parameters.at_rest.known.lineage import note_parameter
 from hf_zero.engine.parameters.experts import Computed
 from hf_zero.engine.parameters.host_rows import HostParameter, HostRows
 from hf_zero.engine.parameters.partitioned_tensor import (

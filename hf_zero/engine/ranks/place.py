@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hf_zero.comm.beside.progress import Progress, is_ahead
+from hf_zero.comm.beside.progress import Progress, is_ahead, is_receiving_from, is_waiting_beyond, progress
 
 SENDING = "send"  # with this begins what a rank is about to do that sends a message
 
@@ -42,3 +42,8 @@ class ProgramPlace:
     def is_same(self, other: ProgramPlace) -> bool:
         """Whether nothing has been done together in between."""
         return not is_ahead(self.reached, other.reached) and not is_ahead(other.reached, self.reached)
+
+    def is_passed(self) -> bool:
+        """Whether this process, which another asks from there, has done all before it, and begun what comes after it."""
+        is_addressed = self.what.startswith(SENDING) and is_receiving_from(self.rank)
+        return is_addressed or is_ahead(progress(), self.reached) or is_waiting_beyond(self.in_groups)

@@ -34,7 +34,6 @@ from hf_zero.comm.beside.progress import (
     counts_of,
     is_ahead,
     is_receiving_from,
-    is_waiting_beyond,
     numbers_in_groups,
     progress,
 )
@@ -46,7 +45,7 @@ from hf_zero.comm.groups.select import when_met
 from hf_zero.engine.ranks.apart import Apart, line_of_program
 from hf_zero.engine.ranks.leaving import Lasting, Leaves, Target, before_leaving, only_returns
 from hf_zero.engine.ranks.offers import GONE, Offers
-from hf_zero.engine.ranks.place import SENDING, ProgramPlace
+from hf_zero.engine.ranks.place import ProgramPlace
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
@@ -249,12 +248,7 @@ class Serving(Offers):
 
     def _has_left(self, place: ProgramPlace) -> bool:
         """Whether this rank has done all that comes before a place, and begun what comes after it."""
-        is_addressed = place.what.startswith(SENDING) and is_receiving_from(place.rank)
-        return (
-            bool(self._left or is_addressed)
-            or is_ahead(progress(), place.reached)
-            or is_waiting_beyond(place.in_groups)
-        )
+        return bool(self._left) or place.is_passed()
 
     # --- the others' rows ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero import torch_compat
-from hf_zero.engine.parameters.at_rest import values
+from hf_zero.engine.parameters.at_rest.known import values
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.serving import Serving

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.changes import Changes
-from hf_zero.engine.parameters.at_rest.lineage import are_known_to_be_equal
+from hf_zero.engine.parameters.at_rest.known.lineage import are_known_to_be_equal
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.errors import UsageError
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_zero as zero
-from hf_zero.engine.parameters.at_rest import values
+from hf_zero.engine.parameters.at_rest.known import values
 from hf_zero.engine.ranks import apart
 from tests.engine.twins import EXCHANGES, SHARDED, Twins
 from tests.ranks import on_ranks

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameters.at_rest.gathers import ask_alone, known_to_all
-from hf_zero.engine.parameters.at_rest.lineage import key_of
+from hf_zero.engine.parameters.at_rest.known.lineage import key_of
 from hf_zero.engine.parameters.at_rest.operands import mapped, unique
 from hf_zero.engine.parameters.at_rest.operators import base_name
 from hf_zero.engine.parameters.at_rest.root import AtRest

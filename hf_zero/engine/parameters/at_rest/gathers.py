@@ -7,9 +7,9 @@ from typing import cast
 
 from torch import Tensor
 
-from hf_zero.engine.parameters.at_rest.lineage import copied_over, is_back
+from hf_zero.engine.parameters.at_rest.known.lineage import copied_over, is_back
+from hf_zero.engine.parameters.at_rest.known.values import VALUES
 from hf_zero.engine.parameters.at_rest.root import Root
-from hf_zero.engine.parameters.at_rest.values import VALUES
 from hf_zero.engine.parameters.host_rows import refuse_beside_a_backward
 from hf_zero.engine.ranks.serving import ChangedAloneError
 from hf_zero.engine.ranks.world import World

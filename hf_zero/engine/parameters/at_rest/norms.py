@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Rows
-from hf_zero.engine.parameters.at_rest.lineage import key_of
+from hf_zero.engine.parameters.at_rest.known.lineage import key_of
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.ranks.world import World
 from hf_zero.layout import RowLayout

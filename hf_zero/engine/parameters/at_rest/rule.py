@@ -17,7 +17,7 @@ from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.exchanges import is_alone, run_alone, wait_for
 from hf_zero.engine.parameters.at_rest.gathers import gather, known_to_all
 from hf_zero.engine.parameters.at_rest.given import note_computed, note_given, note_overwritten, refuse_unlike
-from hf_zero.engine.parameters.at_rest.lineage import NOTHING, Call, mark_of
+from hf_zero.engine.parameters.at_rest.known.lineage import NOTHING, Call, mark_of
 from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
 from hf_zero.engine.parameters.at_rest.operands import mapped, tensors_in, unique, written_by
 from hf_zero.engine.parameters.at_rest.operators import (

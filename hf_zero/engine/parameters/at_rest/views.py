@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.gathers import gather
+from hf_zero.engine.parameters.at_rest.known.weak_tensor import WeakTensor
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.parameters.at_rest.rule import run
-from hf_zero.engine.parameters.at_rest.weak_tensor import WeakTensor
 from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.errors import UsageError
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_zero.comm.agreements import bits, words
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.together import share
-from hf_zero.engine.parameters.at_rest.entries import (
+from hf_zero.engine.parameters.at_rest.known.entries import (
     Entry,
     entries_of,
     forget,
@@ -32,7 +32,7 @@ from hf_zero.engine.parameters.at_rest.entries import (
     key_of_value,
     with_key,
 )
-from hf_zero.engine.parameters.at_rest.recipes import Key, Recipe
+from hf_zero.engine.parameters.at_rest.known.recipes import Key, Recipe
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.engine.ranks.offers import GONE, stream_aside

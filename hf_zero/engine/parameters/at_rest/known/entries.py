@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_zero.engine.parameters.at_rest.recipes import Key, digest
+from hf_zero.engine.parameters.at_rest.known.recipes import Key, digest
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.layout import RowLayout

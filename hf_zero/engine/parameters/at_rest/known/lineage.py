@@ -21,18 +21,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine.parameters.at_rest.entries import (
+from hf_zero.engine.parameters.at_rest.known.entries import (
     forget,
     key_of_cast,
     key_of_parameter,
     key_of_value,
     rows_with,
 )
+from hf_zero.engine.parameters.at_rest.known.recipes import Called, Key, Recipe, UnknownError, digest
+from hf_zero.engine.parameters.at_rest.known.values import note
+from hf_zero.engine.parameters.at_rest.known.weak_tensor import WeakTensor
 from hf_zero.engine.parameters.at_rest.operators import base_name
-from hf_zero.engine.parameters.at_rest.recipes import Called, Key, Recipe, UnknownError, digest
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
-from hf_zero.engine.parameters.at_rest.values import note
-from hf_zero.engine.parameters.at_rest.weak_tensor import WeakTensor
 from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.engine.ranks.serving import Serving
 
