@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
@@ -387,6 +388,10 @@ class _Body:
             except BaseException as error:
                 error.add_note(f"in the turn {turn}") if turn else None
                 raise
+            finally:
+                for given in arguments.values():
+                    if isinstance(given, pytest.MonkeyPatch):
+                        given.undo()  # pytest does so in its own process, and not with the copy of a rank
 
 
 def next_turn(environment: dict[str, str] | None = None) -> None:

@@ -175,6 +175,12 @@ def test_alone_runs_turns_from_the_same_seed_without_a_group(tmp_path: Path, dra
     torch.testing.assert_close(torch.rand(()), torch.tensor(0.49625658988952637))
 
 
+@on_ranks(2, turn=[0, 1])
+def test_what_a_turn_has_patched_is_as_before_in_the_next(monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
+    assert ranks.EVERY_TURN != "patched"
+    monkeypatch.setattr(ranks, "EVERY_TURN", "patched")
+
+
 def test_run_ranks_gives_results_by_rank() -> None:
     assert run_ranks(_scaled_rank, 3, 10, offset=1) == [(1, 3, 0), (11, 3, 1), (21, 3, 2)]
 

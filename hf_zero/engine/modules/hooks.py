@@ -197,6 +197,10 @@ class _OnOutputGradient:
         self._backward.on_call_begin(self._call, self._tensors)
 
 
+class _NotScriptedError(UsageError, AttributeError):
+    """A model whose hooks gather its parameters is no script."""
+
+
 class Hook:
     """A module hook that a deep copy or a pickle of the module does not take along.
 
@@ -217,6 +221,14 @@ class Hook:
         # Where nothing is compiled, three microseconds are saved: as much as the rest of a call of a small module's hook.
         is_plain = not torch.compiler.is_dynamo_compiling() and not torch_compat.compiles_frames()
         return self._call(*args) if is_plain else self._outside_graphs(*args)
+
+    @property
+    def __name__(self) -> str:
+        """None: `torch.jit.script` asks each hook for it, to compile the function of that name."""
+        raise _NotScriptedError(
+            "torch.jit.script cannot compile the hooks that make a partitioned model's parameters whole: script another model "
+            "with its weights (`save_pretrained`, or `state_dict()`), or use torch.compile"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return Hook(None) if self.copied_as is None else copy.deepcopy(self.copied_as, memo)

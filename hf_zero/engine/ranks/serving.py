@@ -196,9 +196,9 @@ class Serving(Offers):
                 seen = {rank: self._see(rank, here) for rank in others}
                 has_passed = _Seen.PAST in seen.values()
                 if has_passed or self._yields(seen):
-                    if notes.count(here.key, 0) > len(others):
+                    if notes.count(here.key, -1) == len(others):
+                        notes.count(here.key, 1)
                         return True  # all had come, and one was quick
-                    notes.count(here.key, -1)
                     _program.alone_at, _program.alone_for = here, "" if has_passed else here.key
                     return False
                 if now > began + self._timeout_s:

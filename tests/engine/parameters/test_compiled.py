@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hf_zero as zero
 from tests.engine.twins import SHARDED, Net, Twins, batch, whole
 from tests.ranks import by_hand, on_ranks
 
@@ -72,3 +73,5 @@ def test_compiled_functions_without_a_break_say_so(stage: int) -> None:
     twins = Twins(stage, timeout_s=20)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="PartitionedTensor"):
         torch.compile(_loss, backend="eager", fullgraph=True)(torch.ones(2, 5), *twins.model.head.parameters())
+    with pytest.raises(zero.UsageError, match=r"torch\.jit\.script cannot compile the hooks"):
+        torch.jit.script(twins.model)
