@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
@@ -249,16 +250,20 @@ def _check(idiom: Idiom, stage: int, collectives: str) -> None:
     twins.step()
 
 
-@on_ranks(3, idiom=_ON_GRADIENTS, where=[(1, "host"), (3, "pairwise"), *by_hand((2, "pairwise"), (3, "host"))])
+_WHERE = [(1, "host"), (3, "pairwise"), *by_hand((2, "pairwise"), (3, "host"))]
+
+
+@on_ranks(2, *by_hand(3), idiom=_ON_GRADIENTS, where=_WHERE)
 def test_idioms_on_gradients_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tuple[int, str]) -> None:
     _check(idiom, *where)
 
 
-@on_ranks(3, idiom=_ON_WEIGHTS, where=[(1, "host"), *by_hand((2, "pairwise"), (3, "host"))])
+@on_ranks(2, *by_hand(3), idiom=_ON_WEIGHTS, where=_WHERE)
 def test_idioms_on_weights_mean_what_they_mean_on_the_plain_model(idiom: Idiom, where: tuple[int, str]) -> None:
     _check(idiom, *where)
 
 
+@pytest.mark.slow
 @on_ranks(3, idiom=_ON_WEIGHTS)
 def test_idioms_on_weights_mean_the_same_where_parameters_are_released(idiom: Idiom) -> None:
     _check(idiom, 3, "pairwise")

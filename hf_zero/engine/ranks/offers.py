@@ -154,6 +154,11 @@ class Offers:
         return engine.rows_of(number)
 
     @property
+    def has_lost_models(self) -> bool:
+        """Whether this rank has dropped a model that it had."""
+        return len(self._live) < len(self._engines)
+
+    @property
     def are_at_rest(self) -> bool:
         """Whether no engine has a forward or a backward under way."""
         return all(engine.is_at_rest for engine in self._live)

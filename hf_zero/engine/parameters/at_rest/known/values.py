@@ -168,7 +168,8 @@ class _Values:
             operands = {each for recipe in recipes.values() for each in recipe.operands if with_key(each)}
             part = self._made([key], recipes).get(key) or self._of_parameter(key)
             if part is None:
-                raise CollectiveError("it has no such value: let all ranks compute it, and keep it")
+                advice = GONE if serving.has_lost_models else "let all ranks compute it, and keep it"
+                raise CollectiveError(f"it has no such value: {advice}")
             rows = part[0].cpu().clone()
         if not all(map(with_key, operands)):
             raise CollectiveError(_CHANGED)
