@@ -214,8 +214,8 @@ def _check_memory(optimizer: torch.optim.Optimizer, world: World, own: int) -> N
 
 
 def with_states_of_others(own: Mapping[Any, Any], others: Mapping[Any, dict[Any, Any]]) -> dict[Any, Any]:
-    """This rank's states and those of `states_of_owners`, by what both are known by."""
-    return {**others, **{key: {**others.get(key, {}), **state} for key, state in own.items()}}
+    """This rank's states and those of `states_of_owners`, by what both are known by; what is no parameter's is each rank's."""
+    return {**others, **{key: {**others[key], **state} if key in others else state for key, state in own.items()}}
 
 
 def all_states(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[Tensor, dict[Any, Any]]:

@@ -1,9 +1,9 @@
 """A shallow copy of an optimizer that holds plain parameters, and takes what a step has changed back to the optimizer.
 
 [Note: what a step may touch] An optimizer's code reads and writes its groups and states, and attributes of its own: lists,
-dicts and sets that hold parameters, or have them as keys; methods; optimizers that it wraps. All of these are copied with plain
-parameters in place of partitioned ones; what has been changed, added or dropped in them goes back with the places exchanged
-again. Functions that keep the optimizer in a closure are beyond this.
+dicts and sets that hold parameters or their ids, or have them as keys; methods; optimizers that it wraps. All of these are
+copied with plain parameters in place of partitioned ones; what has been changed, added or dropped in them goes back with the
+places exchanged again. Functions that keep the optimizer in a closure are beyond this.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hf_zero import torch_compat
 from hf_zero.errors import UsageError
 from hf_zero.optim.kinds import in_slots, is_beside, wrapped_optimizers
+from hf_zero.optim.overrides import is_manager, overrides_of
 
 StateOf = Callable[[DTensor, dict[Any, Any], Mapping[Any, Any]], dict[Any, Any] | None]
 
@@ -43,7 +44,7 @@ class StandIn:
 
     Attributes:
         stand_in: the copy.
-        has_own: it has groups and states of its own, and not properties that show those of an inner optimizer.
+        has_own: it has states of its own, and not a property that shows those of an inner optimizer.
     """
 
     def __init__(
@@ -62,13 +63,15 @@ class StandIn:
         self._filtered: set[tuple[int, str]] = set()  # (number of a group, key) of lists beside the parameters
         known[id(optimizer)] = self.stand_in
         self.has_own = "state" in vars(optimizer)
-        if self.has_own:
+        self._has_groups = "param_groups" in vars(optimizer)  # and not those of an inner optimizer
+        if self._has_groups:
             for number, group in enumerate(optimizer.param_groups):
                 if id(group) not in known:
                     known[id(group)] = self._present(number, group, absent)
             if id(optimizer.param_groups) not in known:
                 known[id(optimizer.param_groups)] = [known[id(group)] for group in optimizer.param_groups]
             self.stand_in.param_groups = known[id(optimizer.param_groups)]
+        if self.has_own:
             self.stand_in.state = known.setdefault(id(optimizer.state), defaultdict(dict))
         self._given: dict[str, Any] = {}
         self._containers: list[tuple[Any, Any]] = []  # of the optimizer, and what stands for each
@@ -114,6 +117,8 @@ class StandIn:
             return known[id(value)]
         if id(value) in self._plain:
             return self._plain[id(value)]
+        if type(value) is int and value in self._plain:
+            return id(self._plain[value])
         if isinstance(value, DTensor):
             return self._plain_of(name, value)
         if isinstance(value, types.MethodType) and id(value.__self__) in known:
@@ -130,6 +135,8 @@ class StandIn:
             new.clear()
             new.update(pairs)
             return self._remembered(value, new)
+        if is_manager(value):
+            return overrides_of(value, self.optimizer, self.stand_in.param_groups, self._plain)
         return value
 
     def _plain_of(self, name: str, value: DTensor) -> Tensor:
@@ -161,17 +168,15 @@ class StandIn:
             value = getattr(self.stand_in, name, _MISSING)
             if name not in NOT_SWAPPED and value is not _MISSING and self._given.get(name, _MISSING) is not value:
                 setattr(self.optimizer, name, value)
-        if not self.has_own:
-            return
-        if state_of is not None:
+        if self._has_groups and state_of is not None:
             self._take_held()
         groups = zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True)
-        for number, (group, changed) in enumerate(groups):
+        for number, (group, changed) in enumerate(groups) if self._has_groups else ():
             for key, value in changed.items():
                 is_ours = key == "params" or (number, key) in self._filtered
                 if not is_ours and group.get(key, _MISSING) is not value:
                     group[key] = value
-        if state_of is None:
+        if state_of is None or not self.has_own:
             return
         state = self.optimizer.state
         for key, value in self.stand_in.state.items():
@@ -203,9 +208,10 @@ class StandIn:
         real = dict(self._stood_for)
         real.update({id(new): old for old, new in (*self._containers, *self._tuples)})
         real.update(self._inner)
+        ids = {key: id(param) for key, param in self._stood_for.items()}
 
         def back(value: Any) -> Any:
-            return real.get(id(value), value)
+            return ids.get(value, value) if type(value) is int else real.get(id(value), value)
 
         for old, new in self._containers:
             entries = [(back(k), back(v)) for k, v in new.items()] if isinstance(new, dict) else list(map(back, new))

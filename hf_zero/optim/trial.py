@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import UsageError
 from hf_zero.optim.kinds import in_slots, is_beside, step_of, wrapped_optimizers
+from hf_zero.optim.overrides import is_manager
 
 _PROBE_STEPS = 16
 _STAY = (nn.Module, torch.optim.Optimizer, type, types.FunctionType, types.BuiltinFunctionType, functools.partial)
@@ -54,7 +55,9 @@ def _device_in_use() -> torch.device | None:
 
 
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's step on one parameter depends on the gradient of another, or on its place; tried on two tiny ones.
+    """Whether an optimizer's step on one parameter depends on another's gradient, on its place or on whether there are others.
+
+    Tried on tiny ones.
 
     An optimizer that cannot be tried (it fails on tiny parameters) counts as one that does not.
     """
@@ -114,7 +117,10 @@ def _depends_on_others(optimizer: torch.optim.Optimizer, with_closure: bool) -> 
                 like: Tensor = group["params"][0]
                 first, *others = (_try(optimizer, group, like, scale, with_closure) for scale in (1.0, 3.0))
                 if not _has_drawn():  # else another order draws other numbers
-                    others.append(_try(optimizer, group, like, 1.0, with_closure, is_first=False))
+                    others.append(_try(optimizer, group, like, 1.0, with_closure, "other, one"))
+                for held in ("idle, one, other", "one"):
+                    with contextlib.suppress(Exception):  # some need several, or a gradient of each
+                        others.append(_try(optimizer, group, like, 1.0, with_closure, held))
                 # Some rounding differs with how memory is aligned.
                 atol = 1e-4 * float(first.abs().max())
                 if not all(torch.allclose(first, each, rtol=0.0, atol=atol, equal_nan=True) for each in others):
@@ -133,9 +139,9 @@ def _try(
     like: Tensor,
     scale: float,
     with_closure: bool,
-    is_first: bool = True,
+    held: str = "one, other",
 ) -> Tensor:
-    """Step on two tiny parameters, of which the other's values and gradients are scaled; returns how the one has moved.
+    """Step on tiny parameters, of which the other's values and gradients are scaled; returns how the one has moved.
 
     Args:
         optimizer: whose step it is.
@@ -143,7 +149,7 @@ def _try(
         like: a parameter of as many dims.
         scale: of the other's.
         with_closure: whether the step is given one.
-        is_first: whether the one comes before the other.
+        held: which parameters there are, in their order; the idle one has no gradient.
     """
     generator = torch.Generator().manual_seed(0)
     seed(0)
@@ -153,9 +159,11 @@ def _try(
         return torch.randn(shape, generator=generator, device="cpu").to(like.device, like.dtype)
 
     one, other = nn.Parameter(draw()), nn.Parameter(draw() * scale)
+    idle = nn.Parameter(torch.ones_like(one))
     start = one.detach().clone()
     slopes = draw(), draw() * scale  # with some noise: step sizes that are estimated grow only where gradients agree
-    tried = trial_of(optimizer, group, [one, other] if is_first else [other, one], (one, other))
+    by_name = {"one": one, "other": other, "idle": idle}
+    tried = trial_of(optimizer, group, [by_name[name] for name in held.split(", ")], (one, other))
 
     def closure() -> Tensor:
         # With a part that follows the values: some optimizers move them before they ask, and back again.
@@ -245,6 +253,7 @@ def trial_of(
         setattr(tried, name, copied(value))
     if "state" in vars(optimizer):
         tried.state = defaultdict(dict)
+    if "param_groups" in vars(optimizer):
         if id(group) not in known:
             options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for key in [key for key in options if is_beside(key, options[key], len(group["params"]))]:
@@ -273,7 +282,7 @@ def _that_stay(value: Any, instead: dict[int, Any], found: dict[int, Any]) -> di
     if isinstance(value, types.MethodType):
         owner = instead.get(id(value.__self__))
         found[id(value)] = value if owner is None else types.MethodType(value.__func__, owner)
-    elif isinstance(value, _STAY):
+    elif isinstance(value, _STAY) or is_manager(value):
         found[id(value)] = value
     elif isinstance(value, list | tuple | set | dict):
         for entry in (*value, *value.values()) if isinstance(value, dict) else value:

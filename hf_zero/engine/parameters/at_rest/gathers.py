@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor
 
+from hf_zero.engine.parameters.at_rest.given import have_been_given, refuse_unlike
 from hf_zero.engine.parameters.at_rest.known.lineage import copied_over, is_back
 from hf_zero.engine.parameters.at_rest.known.values import VALUES
 from hf_zero.engine.parameters.at_rest.root import Root
@@ -24,6 +25,10 @@ def gather(roots: Sequence[Root], what: str, only_reads: bool = True) -> list[Te
     cut = [root for root, whole in zip(roots, wholes, strict=True) if whole is None]
     worlds = dict.fromkeys(root.held[0] for root in cut)
     are_together = {world.number: _meet(world, cut, what, only_reads) for world in worlds}
+    for world in worlds:
+        written = [root for root in cut if root.held[0] is world and root.param is not None and have_been_given((root,))]
+        if written and are_together[world.number]:
+            refuse_unlike(written, what, world)  # else what ranks compute of a mixture is alike on all of them
     return [
         _asked(root, are_together, only_reads) if whole is None else whole
         for root, whole in zip(roots, wholes, strict=True)
