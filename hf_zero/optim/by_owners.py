@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
+from hf_zero.optim.kinds import wrapped_optimizers
 from hf_zero.optim.on_rows import RowStep, RowStepping, grad_of
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.served import states_of_owners, with_states_of_others
-from hf_zero.optim.stand_in import STEPPING
 from hf_zero.optim.stepping import Arguments, StepCall, all_of, params_of
 from hf_zero.optim.trial import states_of_step
 
@@ -31,18 +31,21 @@ class OwnerStepping(RowStepping):
     """
 
     owners_class: ClassVar[type[Owners]] = Owners
+    step_class: ClassVar[type[RowStep]]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self._owners: dict[World, Owners] = {}
         self._optimizer = weakref.ref(optimizer)
         self._names: set[Any] | None = None  # of the states that its step makes
-        if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # a wrapper may not have called torch's __init__
-            optimizer.register_state_dict_post_hook(_add_states_of_others)
+        itself = weakref.ref(self)
+        for each in (optimizer, *wrapped_optimizers(optimizer)):  # whose files a wrapper's may be made of
+            if hasattr(each, "_optimizer_state_dict_post_hooks"):  # it may not have called torch's __init__
+                each.register_state_dict_post_hook(lambda *given: _add_states_of_others(itself(), *given))
 
     def begin(self, call: StepCall) -> Arguments:
         """See `Stepping.begin`."""
-        return self._begin(call, OwnedStep)
+        return self._begin(call, self.step_class)
 
     def hear_of(self, optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> None:
         """Choose owners for parameters that have none."""
@@ -195,16 +198,20 @@ class OwnedStep(RowStep):
         return state if owners.steps_on(param) else None  # what the others have beside it stays
 
 
+OwnerStepping.step_class = OwnedStep
+
+
 def _without_values(param: Tensor) -> Tensor:
     """A tensor of the shape of a parameter, of which one element is in memory: not a number, to whoever reads it."""
     filler = torch.nan if param.is_floating_point() or param.is_complex() else 0
     return torch.full((), filler, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
-def _add_states_of_others(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _add_states_of_others(
+    stepping: OwnerStepping | None, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
     """Let a `state_dict()` have the states of all parameters, as in one process."""
-    stepping = vars(optimizer).get(STEPPING)
-    if isinstance(stepping, OwnerStepping) and vars(optimizer).get("_zero_checked_state") is optimizer.state:
+    if stepping is not None and vars(optimizer).get("_zero_checked_state") is optimizer.state:
         missing = states_of_owners(optimizer, stepping.owned_now(optimizer))
         found = with_states_of_others(state_dict["state"], missing)
         state_dict["state"] = {

@@ -13,7 +13,7 @@ from hf_zero.engine.engine import live_engines
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import UsageError
 from hf_zero.optim.by_owners import OwnerStepping
-from hf_zero.optim.kinds import is_elementwise, is_known, wrapped_optimizers
+from hf_zero.optim.kinds import is_elementwise, is_known, kept_models, wrapped_optimizers
 from hf_zero.optim.offloaded.from_disk import DiskStepping
 from hf_zero.optim.offloaded.to_host import HostStepping
 from hf_zero.optim.on_every_rank import EveryRankStepping
@@ -72,6 +72,7 @@ def _choose(optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> St
         _refuse_exchanges(optimizer)
         _refuse_across_parameters(optimizer)
     if wanted == "auto":
+        _refuse_models(optimizer)
         _refuse_unknown(optimizer)
     on_rows = _goes_by_rows(optimizer, wanted)
     if offload.optimizer == "disk":
@@ -148,6 +149,19 @@ def _refuse_exchanges(optimizer: torch.optim.Optimizer) -> None:
         "each rank steps on its part of the parameters only: use the optimizer's class for a single process (of Muon's, "
         "SingleDeviceMuon; or torch.optim.Muon), or optimizer_on: every_rank"
     )
+
+
+def _refuse_models(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer keeps the model: what its step does there, to all gradients say, is not done to a stand-in's."""
+    params = {id(param) for param in all_of(optimizer)}
+    for one in () if is_elementwise(optimizer) else (optimizer, *wrapped_optimizers(optimizer)):
+        for model in kept_models(one):
+            if any(id(param) in params for part in model.modules() for param in part._parameters.values()):
+                raise UsageError(
+                    f"{type(one).__name__} keeps {type(model).__name__}, a model that it trains, and its step may look at all "
+                    "of its parameters there, but a rank steps on its part of them only: set optimizer_on: every_rank, or "
+                    "whole if it sees to each parameter by itself"
+                )
 
 
 def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:

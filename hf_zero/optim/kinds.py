@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
 
@@ -94,6 +95,18 @@ def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opt
         values = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         found += [entry for entry in values if isinstance(entry, torch.optim.Optimizer)]
     return list(dict.fromkeys(found))
+
+
+def kept_models(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """The modules that an optimizer has in attributes of its own, or in their lists and dicts."""
+    found: list[nn.Module] = []
+    for name, value in (*vars(optimizer).items(), *in_slots(optimizer)):
+        if name not in ("state", "param_groups"):
+            values = (
+                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
+            )
+            found += [each for each in values if isinstance(each, nn.Module)]
+    return found
 
 
 def in_slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,8 @@
 """Steps on all parameters, whole, by every rank: what an optimizer under DDP does, for those that look across parameters.
 
 [Note: every rank] Values and gradients are gathered, each rank runs the same step on all of them, and keeps its rows of what
-comes of it. States are whole on every rank, so this saves what the model needs, and nothing of the optimizer.
+comes of it. States are whole on every rank, so this saves what the model needs, and nothing of the optimizer. Where the
+optimizer keeps the model, the model's modules hold what is stepped on during a step: what it reads there is what it changes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
 from hf_zero.engine.ranks.world import World
-from hf_zero.optim.by_owners import OwnerStepping
+from hf_zero.optim.by_owners import OwnedStep, OwnerStepping
+from hf_zero.optim.kinds import kept_models, wrapped_optimizers
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.served import states_of_owners
 from hf_zero.optim.stepping import Arguments, StepCall, params_of
@@ -48,10 +51,44 @@ class EveryRank(Owners):
             rows.copy_(self.world.layout_of(param).rows_of(whole.detach(), self.world.shard_rank))
 
 
+class EveryRankStep(OwnedStep):
+    """One step under way, of which every rank computes all."""
+
+    def _prepare(self, stepping: OwnerStepping) -> None:
+        # Of the optimizer's models, and what they hold between steps.
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        super()._prepare(stepping)
+
+    def _take(self) -> None:
+        super()._take()
+        each = (self._call.optimizer, *wrapped_optimizers(self._call.optimizer))
+        held = [part._parameters for one in each for model in kept_models(one) for part in model.modules()]
+        self._places = [(own, name, p) for own in held for name, p in own.items() if id(p) in self._plain]
+        for own, name, param in self._places:
+            own[name] = self._plain[id(param)]
+
+    def _give(self) -> None:
+        self.leave_models()
+        super()._give()
+
+    def leave_models(self) -> None:
+        """Let modules hold what they held before."""
+        for own, name, param in self._places:
+            own[name] = param
+        self._places = []
+
+
 class EveryRankStepping(OwnerStepping):
     """Steps on whole parameters, all of them on every rank; see [Note: every rank]."""
 
     owners_class = EveryRank
+    step_class = EveryRankStep
+
+    def abandon(self) -> None:
+        """See `Stepping.abandon`."""
+        if self._under_way is not None:
+            self._under_way.leave_models()
+        super().abandon()
 
     def begin(self, call: StepCall) -> Arguments:
         """See `Stepping.begin`."""

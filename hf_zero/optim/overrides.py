@@ -7,10 +7,23 @@ up; the Trainer registers embeddings there, whose states stay in 32 bits. A stan
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+from hf_zero.engine.parameters.replaced import when_replaced
+
+_PACKAGE = "bitsandbytes.optim"
+
+
+@when_replaced
+def _follow(old: nn.Parameter, now: nn.Parameter) -> None:
+    if (package := sys.modules.get(_PACKAGE)) is not None:
+        known = package.GlobalOptimManager.get_instance().pid2config
+        if id(old) in known:
+            known[id(now)] = known.pop(id(old))
 
 
 def is_manager(value: object) -> bool:

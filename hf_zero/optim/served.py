@@ -19,6 +19,7 @@ from hf_zero.engine.ranks.serving import Serving
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import CollectiveError, PartitionError, UsageError
 from hf_zero.layout import RowLayout
+from hf_zero.optim.kinds import wrapped_optimizers
 from hf_zero.optim.owners import Owners
 from hf_zero.optim.stepping import Stepping, params_of
 
@@ -151,24 +152,29 @@ _served: weakref.WeakKeyDictionary[Serving, _ServedStates] = weakref.WeakKeyDict
 
 
 def serve_states(optimizer: torch.optim.Optimizer, stepping: Stepping, worlds: Iterable[World]) -> None:
-    """Let a rank of these worlds read the states of an optimizer alone; called by all ranks, in the same order.
+    """Let a rank of these worlds read the states of an optimizer alone, and of those it wraps.
+
+    Called by all ranks, in the same order.
 
     Args:
         optimizer: about to step, or loaded.
         stepping: its own.
         worlds: over which its parameters are cut.
     """
-    states = stepping.served
-    if states is None:
-        states = stepping.served = _States(optimizer)
-    states.follow(optimizer)
+    each = (optimizer, *(inner for inner in wrapped_optimizers(optimizer) if "state" in vars(inner)))
+    served = stepping.served
+    if served is None or [states.is_of() for states in served] != list(each):
+        served = stepping.served = [_States(one) for one in each]
+    for states, one in zip(served, each, strict=True):
+        states.follow(one)
     for world in worlds:
         known = _served.get(world.serving)
         if known is None:
             known = _served[world.serving] = _ServedStates(world.serving)
             world.serving.offer(_STATES, known.give, known.search)
             world.serving.offer(_OF_OWNERS, known.give_owned)
-        known.add(states)
+        for states in served:
+            known.add(states)
 
 
 def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owners]) -> dict[int, dict[Any, Any]]:

@@ -18,7 +18,7 @@ from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.world import World
 from hf_zero.errors import PartitionError
 from hf_zero.host.scratch import Place
-from hf_zero.optim.kinds import kept_tensors
+from hf_zero.optim.kinds import kept_tensors, wrapped_optimizers
 from hf_zero.optim.owners import Owners
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -119,6 +119,9 @@ class Stepping:
 
     def cut_loaded_states(self, optimizer: torch.optim.Optimizer, worlds: Mapping[int, World]) -> None:
         """Let states that were loaded whole, as a plain run saves them, be this rank's; checked once for every load."""
+        for inner in wrapped_optimizers(optimizer):
+            if "state" in vars(inner):
+                self.cut_loaded_states(inner, worlds)
         if vars(optimizer).get("_zero_checked_state") is optimizer.state:
             return  # `load_state_dict` puts a new dict in its place
         for index, param in enumerate(params_of(optimizer)):

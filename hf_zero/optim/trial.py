@@ -116,9 +116,10 @@ def _depends_on_others(optimizer: torch.optim.Optimizer, with_closure: bool) -> 
             if group["params"]:
                 like: Tensor = group["params"][0]
                 first, *others = (_try(optimizer, group, like, scale, with_closure) for scale in (1.0, 3.0))
-                if not _has_drawn():  # else another order draws other numbers
+                has_drawn = _has_drawn()
+                if not has_drawn:  # else another order draws other numbers
                     others.append(_try(optimizer, group, like, 1.0, with_closure, "other, one"))
-                for held in ("idle, one, other", "one"):
+                for held in ("idle, one, other",) if has_drawn else ("idle, one, other", "one"):
                     with contextlib.suppress(Exception):  # some need several, or a gradient of each
                         others.append(_try(optimizer, group, like, 1.0, with_closure, held))
                 # Some rounding differs with how memory is aligned.

@@ -19,6 +19,7 @@ The methods are bound to the model, so a deep copy of it gets its own.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import types
@@ -42,33 +43,55 @@ from hf_zero.sharding.other_libraries.resting_on_host import tell_device
 from hf_zero.sharding.sequence.model import slice_sequences
 
 _LOCAL_SGD = "accelerate.local_sgd"
+_OURS = (__name__, generate.__module__)  # of functions that are bound to models
 
 
 def attach(model: nn.Module, world: World) -> None:
     """Attach all of this to a model; a second call changes nothing."""
     slice_sequences(model, world)
     share_experts(model, world)
-    attributes = model.__dict__
-    attributes["no_sync"] = types.MethodType(_no_sync, model)
+    _bind(model, "no_sync", _no_sync)
     if world.steps_on_host:
         tell_device(model)
     if world.num_ranks == 1:
         return
     name = "_is_distributed_loading_by_transformers"
-    attributes[name if hasattr(type(model), name) else name.removeprefix("_")] = True
+    vars(model)[name if hasattr(type(model), name) else name.removeprefix("_")] = True
     if world.partitions:
-        attributes["_apply"] = types.MethodType(_apply, model)
+        _bind(model, "_apply", _apply)
     for param in parameters_of(model):
         if not isinstance(param, DTensor):  # stage 0: otherwise the Trainer averages their gradients a second time
             param._replicated_grad_hook_registered = True  # type: ignore[attr-defined]
     for part in model.modules():
         if hasattr(type(part), "save_pretrained"):
             how = _save_pretrained if saves_given_state(part) else _save_pretrained_of_library
-            vars(part)["save_pretrained"] = types.MethodType(how, part)
+            _bind(part, "save_pretrained", how)
     if hasattr(type(model), "resize_token_embeddings"):
-        attributes["resize_token_embeddings"] = types.MethodType(_resize_token_embeddings, model)
+        _bind(model, "resize_token_embeddings", _resize_token_embeddings)
     if hasattr(type(model), "generate"):
-        attributes["generate"] = types.MethodType(generate, model)
+        _bind(model, "generate", generate)
+
+
+def _bind(part: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    vars(part)[name] = types.MethodType(function, part)
+    vars(part)["__deepcopy__"] = types.MethodType(_copied, part)
+
+
+def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, made without what is bound here: a copy of a bound method copies the module once more.
+
+    Classes whose `__reduce__` hands on their state let that be copied before there is a copy of the module to refer to.
+    """
+    own = vars(self)
+    bound = {n: v for n, v in own.items() if isinstance(v, types.MethodType) and v.__func__.__module__ in _OURS}
+    for name in bound:
+        del own[name]
+    try:
+        made = copy.deepcopy(self, memo)
+    finally:
+        own.update(bound)
+    vars(made).update({name: types.MethodType(value.__func__, made) for name, value in bound.items()})
+    return made
 
 
 def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:

@@ -30,6 +30,7 @@ from hf_zero.errors import PartitionError
 
 _changes = Changes()
 _NOW = "_zero_now"
+_followers: list[Callable[[nn.Parameter, nn.Parameter], None]] = []
 _ACCESSES: dict[str, Callable[..., Any]] = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}
 
 
@@ -69,11 +70,19 @@ class Replaced:
         return copy.deepcopy(current(cast(Tensor, self)), memo)
 
 
+def when_replaced(follow: Callable[[nn.Parameter, nn.Parameter], None]) -> Callable[[nn.Parameter, nn.Parameter], None]:
+    """Call a function with a parameter and the one that takes its place, whenever one does; a decorator."""
+    _followers.append(follow)
+    return follow
+
+
 def replace(old: nn.Parameter, now: nn.Parameter) -> None:
     """Let every use of `old` be one of `now`, which the model holds instead, and its memory go."""
     if old is now or isinstance(old, Replaced):
         return
     _register_what_is_current()
+    for follow in _followers:
+        follow(old, now)
     name = functools.partial(_name_of, now)
     with torch.no_grad():
         old.grad = None

@@ -26,7 +26,9 @@ def gather(roots: Sequence[Root], what: str, only_reads: bool = True) -> list[Te
     worlds = dict.fromkeys(root.held[0] for root in cut)
     are_together = {world.number: _meet(world, cut, what, only_reads) for world in worlds}
     for world in worlds:
-        written = [root for root in cut if root.held[0] is world and root.param is not None and have_been_given((root,))]
+        written = [
+            root for root in cut if root.held[0] is world and root.param is not None and have_been_given((root,))
+        ]
         if written and are_together[world.number]:
             refuse_unlike(written, what, world)  # else what ranks compute of a mixture is alike on all of them
     return [
