@@ -59,6 +59,30 @@ MUTATIONS = {
         'if name == "" and (call :=',
         "tests/engine/test_cast.py",
     ),
+    "ids are those of other parameters": Mutation(
+        "optim/stand_in.py",
+        "if type(value) is int and value in self._plain:",
+        "if False:",
+        "tests/optim/test_beside_groups.py",
+    ),
+    "options of single parameters are lost": Mutation(
+        "optim/stand_in.py",
+        "        if is_manager(value):",
+        "        if False:",
+        "tests/optim/test_beside_groups.py",
+    ),
+    "a step sees another model": Mutation(
+        "optim/on_every_rank.py",
+        "            own[name] = self._plain[id(param)]",
+        "            pass",
+        "tests/optim/test_beside_groups.py",
+    ),
+    "reads of a mixture pass": Mutation(
+        "engine/parameters/at_rest/gathers.py",
+        "if written and are_together",
+        "if False and are_together",
+        "tests/engine/parameters/test_given.py",
+    ),
     "unused elsewhere is lost": Mutation(
         "engine/backward/reduction.py",
         "self._give([(p, self._unused[p]) for p in self.given if p in self._unused])",

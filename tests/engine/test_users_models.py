@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import types
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -533,3 +535,31 @@ def test_a_model_may_have_a_method_parameters_of_its_own(stage: int) -> None:
             each.move()
     for name, value in models[1].state_dict().items():
         torch.testing.assert_close(value, models[0].state_dict()[name], msg=name)
+
+
+def _rebuilt(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    module = kind.__new__(kind)
+    vars(module).update(state)
+    return module
+
+
+class _HandsStateOn(Net):
+    """Its copies are made of its state, as those of models that keep their own source text."""
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (type(self), super().__reduce__()[2])
+
+
+@on_ranks(2, stage=SHARDED, kind=[Net, _HandsStateOn])
+def test_a_copy_calls_its_own_methods_however_its_class_makes_it(stage: int, kind: type[nn.Module]) -> None:
+    twins = Twins(stage, kind)
+    twins.step()
+    copied = copy.deepcopy(twins.model)
+    bound = [value.__self__ for value in vars(copied).values() if isinstance(value, types.MethodType)]
+    assert bound and all(owner is copied for owner in bound)
+    copied.to(torch.float64)
+    assert twins.model.head.weight.dtype == torch.float32
+    with torch.no_grad():
+        found, expected = copied(batch(9, 9).double()), copy.deepcopy(twins.reference).double()(batch(9, 9).double())
+    torch.testing.assert_close(found, expected)
+    twins.step()

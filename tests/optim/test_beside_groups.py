@@ -254,7 +254,7 @@ class Draws(Own):
 
 class CountsOthers(Own):
     def one(self, param: Tensor, group: dict[str, Any]) -> None:
-        param.sub_(param.grad / sum(p.numel() for p in group["params"]))
+        param.sub_(param.grad / sum(p.numel() for p in group["params"] if p.grad is not None))
 
 
 @alone()

@@ -93,6 +93,20 @@ def test_a_forward_with_each_ranks_own_weights_is_an_error(stage: int, is_own: b
         assert all(torch.equal(whole(p), b + 1) for p, b in zip(params, before, strict=True))
 
 
+@on_ranks(2, stage=[1, 3], is_own=[True, False])
+def test_a_read_of_each_ranks_own_weights_is_an_error(stage: int, is_own: bool) -> None:
+    """As of zeroth-order methods, which write what they have computed of a mixture alike."""
+    param = next(_model(stage).parameters())
+    before, drawn = whole(param).clone(), torch.rand(param.shape)
+    param.data = param.data + _own(param, is_own)
+    if is_own:
+        with pytest.raises(zero.UsageError, match="each rank has written other values into"):
+            param.data = param.data + drawn
+    else:
+        param.data = param.data + drawn
+        torch.testing.assert_close(whole(param), before + 1 + drawn)
+
+
 @on_ranks(2, stage=[1, 3])
 def test_what_has_been_put_back_is_no_rank_s_own(stage: int) -> None:
     model = _model(stage)
