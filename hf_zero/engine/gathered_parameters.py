@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.engine.parameters.at_rest.given import have_been_given, refuse_unlike
 from hf_zero.engine.parameters.at_rest.known import entries
 from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.parameters.quantised import as_shown
@@ -122,6 +123,8 @@ class GatheredParameters:
         assert isinstance(param, PartitionedTensor)
         self._check_modifier(world)
         _check_not_in_use(param)
+        if have_been_given([param]):
+            refuse_unlike([param], "GatheredParameters", world)
         cut = world.cut_of(param)
         values = self._gather(param).to(world.device)  # where modules compute, wherever rows rest
         whole: nn.Parameter = WholeParameter(values, requires_grad=param.requires_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.engine.engine import ZeroEngine, live_engines
+from hf_zero.engine.parameters.at_rest.given import have_been_given, refuse_unlike
+from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.left_behind import successor
 from hf_zero.engine.parameters.records import gatherers_of
 from hf_zero.engine.parameters.replaced import current, is_replaced
@@ -49,6 +51,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     held = [engine for engine in live_engines() if any(map(engine.find, params))]
     for engine in held:
         note_step(optimizer, _names_by_group(optimizer, engine), engine.world)
+        if have_been_given(_gradients(params, engine)):
+            refuse_unlike(list(_gradients(params, engine)), f"{type(optimizer).__name__}.step", engine.world)
 
     _refuse_left_behind(params)
     _keep_gathered(held)
@@ -75,6 +79,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         return None
     stepping.cut_loaded_states(optimizer, worlds)
     return stepping.begin(StepCall(optimizer, worlds, args[1:], kwargs, before_change, after_change))
+
+
+def _gradients(params: list[Tensor], engine: ZeroEngine) -> Iterator[Root]:
+    """Those of an engine's parameters, at rest."""
+    for param in params:
+        grad: Any = param.grad
+        if isinstance(grad, Root) and engine.find(param) is not None:
+            yield grad
 
 
 def _names_by_group(optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> list[list[str]]:

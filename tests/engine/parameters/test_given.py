@@ -107,6 +107,40 @@ def test_a_read_of_each_ranks_own_weights_is_an_error(stage: int, is_own: bool) 
         torch.testing.assert_close(whole(param), before + 1 + drawn)
 
 
+def _subtracted(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad)
+    model(batch(0, 0))
+
+
+def _stepped(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _gathered(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.head.weight.copy_(_own(model.head.weight, True))
+        with zero.GatheredParameters(model.head.weight):
+            model.head.weight.add_(1)
+
+
+@on_ranks(2, stage=[1, 3], use=[_subtracted, _stepped, _gathered])
+def test_a_step_with_each_ranks_own_gradients_is_an_error(stage: int, use: Callable[[nn.Module], None]) -> None:
+    for is_own in (False, True):
+        model = _model(stage)
+        for p in model.parameters():
+            p.grad = _own(p, is_own)
+        if is_own or use is _gathered:
+            with pytest.raises(zero.UsageError, match="each rank has written other values into"):
+                use(model)
+        else:
+            before = [whole(p).clone() for p in model.parameters()]
+            use(model)
+            scale = 1.0 if use is _subtracted else 0.1
+            assert all(torch.equal(whole(p), b - scale) for p, b in zip(model.parameters(), before, strict=True))
+
+
 @on_ranks(2, stage=[1, 3])
 def test_what_has_been_put_back_is_no_rank_s_own(stage: int) -> None:
     model = _model(stage)

@@ -4,7 +4,7 @@
 rows: right where all ranks give the same, as ranks do that run the same lines on the same values. What is a rank's own (its
 gradients by `torch.autograd.grad`, weights that it has trained or perturbed alone) is lost but for these rows: a sum of what is
 left is no sum of what they had, and a forward computes with rows of each. So a write notes two numbers of what it was given,
-and the next exchange, or forward, compares them.
+and the next exchange, forward, step, or read of the whole compares them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ def note_given(root: Root, whole: Tensor, is_all: bool) -> None:
         whole: what this rank gives.
         is_all: nothing is left of what `root` was.
     """
-    is_alone = (
-        root.param is not None and root.held[0].serving.apart.before(root.param) is not None
-    )  # and has rules of its own
-    if not root.is_cut or is_alone or whole.layout is not torch.strided:
+    if not root.is_cut or is_changed_alone(root) or whole.layout is not torch.strided:
         return
     values = torch.view_as_real(whole.detach()) if whole.is_complex() else whole.detach()
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -44,6 +41,11 @@ def note_given(root: Root, whole: Tensor, is_all: bool) -> None:
     numbers = torch.stack([total, norm])
     before = None if is_all else _numbers_of(root)
     _note(root.rows, numbers if before is None else 0.5 * before + numbers)
+
+
+def is_changed_alone(root: Root) -> bool:
+    """Whether this rank alone has changed a parameter, which has rules of its own: see [Note: edits alone]."""
+    return root.param is not None and root.held[0].serving.apart.before(root.param) is not None
 
 
 def note_overwritten(root: Root, source: Root | None) -> None:

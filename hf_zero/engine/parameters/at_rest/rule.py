@@ -16,7 +16,13 @@ from torch.utils import _pytree as pytree
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.exchanges import is_alone, run_alone, wait_for
 from hf_zero.engine.parameters.at_rest.gathers import gather, known_to_all
-from hf_zero.engine.parameters.at_rest.given import note_computed, note_given, note_overwritten, refuse_unlike
+from hf_zero.engine.parameters.at_rest.given import (
+    is_changed_alone,
+    note_computed,
+    note_given,
+    note_overwritten,
+    refuse_unlike,
+)
 from hf_zero.engine.parameters.at_rest.known.lineage import NOTHING, Call, mark_of
 from hf_zero.engine.parameters.at_rest.norms import by_rank, norms_of
 from hf_zero.engine.parameters.at_rest.operands import mapped, tensors_in, unique, written_by
@@ -201,7 +207,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
     result = mapped(func, args, kwargs, plain)
     if written:
         call.note_written(written)
-        _note_sources(func, args, written)
+        _note_sources(func, args, kwargs, written)
         return True, written[0] if isinstance(result, Tensor) else result
     operands = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, Root)]
     if kind is Kind.LISTS and isinstance(result, list | tuple):
@@ -216,8 +222,8 @@ def _on_rows(func: Any, args: Any, kwargs: Any, kind: Kind, written: list[Tensor
     return True, given
 
 
-def _note_sources(func: Any, args: Any, written: Sequence[Tensor]) -> None:
-    """Of what has been overwritten: what with."""
+def _note_sources(func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> None:
+    """Of what has been written: what with."""
     name = base_name(func)
     if (
         name == "copy_"
@@ -229,6 +235,9 @@ def _note_sources(func: Any, args: Any, written: Sequence[Tensor]) -> None:
         for root in written:
             if isinstance(root, Root):
                 note_overwritten(root, None)
+    else:
+        operands = [t for t in tensors_in((*args, *kwargs.values())) if isinstance(t, Root)]
+        note_computed([root for root in written if isinstance(root, Root) and not is_changed_alone(root)], operands)
 
 
 def _groups(args: Any, kwargs: Any, kind: Kind) -> list[list[Tensor]]:
