@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.addresses import StorageAtRest
+from hf_zero.engine.parameters.at_rest.assigned import ASSIGNED, assign
 from hf_zero.engine.parameters.at_rest.given import note_given
 from hf_zero.engine.parameters.at_rest.known import entries
 from hf_zero.engine.parameters.at_rest.known.lineage import note_copy
@@ -94,7 +95,7 @@ _grad: Any = torch._C.TensorBase.grad
 _MEMORY = "_zero_memory"
 _SHOWN = "_zero_shown"
 _PLACE = "_zero_place_of_whole"
-_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN, _PLACE, WHEN_EXCHANGED)
+_SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN, _PLACE, WHEN_EXCHANGED, ASSIGNED)
 
 
 _OWN_REFERENCES = 2  # to a `_Memory`, when no alias has it: the local name's, and that of the call that counts
@@ -282,14 +283,13 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
     @property
     def data(self) -> Tensor:
         """An alias outside the graph. Assigning takes a tensor of the same shape and dtype, whole or not; aliases that were
-        taken before keep the old values."""
+        taken before keep the old values, until one of them is assigned."""
         return cast(Tensor, torch._C.TensorBase.data.__get__(self))  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if has_torch_function_unary(self):  # a mode: a default device, or `Init`'s, which shows parameters whole
-            handle_torch_function(_set_data, (self,), self, value)
-            return
+            return handle_torch_function(_set_data, (self,), self, value)
         if value.shape != self.shape or value.dtype != self.dtype:
             raise UsageError(
                 f"{self.describe()} is partitioned as {tuple(self.shape)} {self.dtype}: `.data = ` takes the same shape "
@@ -299,7 +299,11 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
             memory: _Memory | None = vars(self).pop(_MEMORY, None)
             if memory is not None and sys.getrefcount(memory) > _OWN_REFERENCES:
                 memory.old = self._local_tensor.clone()
-            self.copy_(value)
+            is_alias = vars(value).get("_zero_base") is self
+            assign(self, value, is_alias)
+            theirs: _Memory | None = vars(value).get(_MEMORY) if is_alias else None
+            if theirs is not None:  # of an alias from before, which shows the parameter again
+                theirs.old, vars(self)[_MEMORY] = None, theirs
 
     def _set_grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, DTensor) and value.shape == self.shape:

@@ -29,6 +29,7 @@ _COUNTED = (
     "dampening",
 )  # may be whole numbers; others count, or say which rank this is
 _LABEL = "hyperparameters of an optimizer"
+_HELD, _ORDER = "parameters of group", ", in the order"
 
 _Values = dict[str, float | str]
 
@@ -58,11 +59,15 @@ def note_step(optimizer: torch.optim.Optimizer, names: Iterable[Sequence[str]], 
         return
     values: _Values = {"class": type(optimizer).__name__}
     for index, (group, held) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-        values[f"parameters of group {index}"] = f"{len(held)} ({zlib.crc32(' '.join(held).encode()):08x})"
+        values[f"{_HELD} {index}"] = f"{len(held)} ({_print_of(sorted(held))}{_ORDER} {_print_of(held)})"
         for key, value in group.items():
             for place, number in enumerate(_numbers(key, value)):
                 values[f"{key} of group {index}" + f", value {place}" * isinstance(value, list | tuple)] = number
     _by_world.setdefault(world, _Steps()).taken[id(optimizer)] = values
+
+
+def _print_of(names: Sequence[str]) -> str:
+    return f"{zlib.crc32(' '.join(names).encode()):08x}"
 
 
 def _numbers(key: str, value: Any) -> list[float]:
@@ -103,9 +108,12 @@ def check(world: World, are_alike: bool) -> None:
         if found is not None:
             what, one, two = found
             where = f"{one} on rank {everyone.ranks[0]}, {two} on rank {rank}"
+            advice = "give all ranks the same (a scheduler: what it looks at, averaged over the ranks)"
+            if what.startswith(_HELD) and str(one).partition(_ORDER)[0] == str(two).partition(_ORDER)[0]:
+                advice = "list them in one order (a set has another one in each process)"
             raise UsageError(
                 f"the ranks have stepped with other optimizers on one model ({what}: {where}), so the rows of each are of "
-                "another step: give all ranks the same (a scheduler: what it looks at, averaged over the ranks)"
+                f"another step: {advice}"
             )
 
 

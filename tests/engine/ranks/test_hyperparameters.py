@@ -40,6 +40,11 @@ def _groups(model: nn.Module, rank: int) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": first}, {"params": second, "lr": 0.2}], lr=0.1)
 
 
+def _order(model: nn.Module, rank: int) -> torch.optim.Optimizer:
+    """As of `list(set(params))`."""
+    return torch.optim.SGD(list(model.parameters())[:: 1 - 2 * rank], lr=0.1)
+
+
 @on_ranks(
     2,
     stage=[1, 2, 3],
@@ -50,6 +55,7 @@ def _groups(model: nn.Module, rank: int) -> torch.optim.Optimizer:
         (_one_of_betas, "betas of group 0, value 1: 0.999 on rank 0"),
         (_class, "class: AdamW on rank 0, RMSprop on rank 1"),
         (_groups, "parameters of group 0: 2 "),
+        (_order, r"parameters of group 0: 22 \(.* list them in one order"),
     ],
 )
 def test_ranks_that_have_stepped_with_other_optimizers_are_told(stage: int, make: tuple[Make, str]) -> None:
