@@ -283,7 +283,7 @@ def _assert_resized(name: str, size: int, is_late: bool) -> None:
     assert loss_of(copied, batch).item() != before == loss_of(model, batch).item()
 
 
-@on_ranks(4, is_late=[False, True])
+@on_ranks(4, is_late=[True, *by_hand(False)])
 def test_resized_tied_embeddings_and_copies_of_models_compute_with_their_own_weights(is_late: bool) -> None:
     _assert_resized("tied", 72, is_late)
 

@@ -151,7 +151,7 @@ def _micros(model: nn.Module, engine: zero.ZeroEngine, step: int, num_micros: in
 @on_ranks(
     2,
     3,
-    case=[(1, "last two"), (3, "last two"), (1, "all"), (3, "all"), (3, "size of all")],
+    case=[(1, "last two"), (3, "all"), (3, "size of all"), *by_hand((3, "last two"), (1, "all"))],
     num_frozen=[0, 3],
     collectives=["pairwise", "native"],
 )

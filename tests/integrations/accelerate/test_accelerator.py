@@ -189,14 +189,15 @@ def compare(found: Result, wanted: Result, tolerance: float = 2e-6, weight_toler
 
 
 LOOPS = [
-    *(Loop(stage=stage) for stage in (0, 2)),
-    *(Loop(order, 3) for order in ("optimizer_first", "apart_model_first", "apart_optimizer_first", "methods")),
+    Loop(stage=2),
+    *(Loop(order, 3) for order in ("optimizer_first", "apart_model_first", "methods")),
     Loop("optimizer_first", 1),
     Loop("model_first", 3, is_warm=True),
     Loop("methods", 1, is_warm=True),
     *(Loop(stage=stage, micro_batches=2) for stage in (1, 3)),
     *by_hand(
-        *(Loop(stage=stage) for stage in (1, 3)),
+        *(Loop(stage=stage) for stage in (0, 1, 3)),
+        Loop("apart_optimizer_first", 3),
         Loop("apart_optimizer_first", 2),
         *(Loop("model_first", stage, is_warm=True) for stage in (0, 2)),
         Loop("apart_optimizer_first", 3, is_warm=True),
