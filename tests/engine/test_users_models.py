@@ -557,6 +557,9 @@ def test_a_copy_calls_its_own_methods_however_its_class_makes_it(stage: int, kin
     copied = copy.deepcopy(twins.model)
     bound = [value.__self__ for value in vars(copied).values() if isinstance(value, types.MethodType)]
     assert bound and all(owner is copied for owner in bound)
+    shallow = copy.copy(twins.model)
+    shallow.note = "its own"
+    assert copy.deepcopy(shallow).note == "its own"
     copied.to(torch.float64)
     assert twins.model.head.weight.dtype == torch.float32
     with torch.no_grad():
