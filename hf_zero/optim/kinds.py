@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+T = TypeVar("T")
 OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
 
 # Classes whose `step` computes each element from that element of the gradient and of the state, and from numbers that
@@ -88,25 +89,22 @@ def _computes(kind: type) -> bool:
 
 def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers that are attributes of this one, or in its lists and dicts."""
+    return _held(optimizer, torch.optim.Optimizer)
+
+
+def kept_models(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """The modules that are attributes of an optimizer, or in its lists and dicts."""
+    return _held(optimizer, nn.Module)
+
+
+def _held(optimizer: torch.optim.Optimizer, kind: type[T]) -> list[T]:
     found = []
     for name, value in vars(optimizer).items():
         if name == "state":
             continue  # an entry a parameter
         values = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
-        found += [entry for entry in values if isinstance(entry, torch.optim.Optimizer)]
+        found += [entry for entry in values if isinstance(entry, kind)]
     return list(dict.fromkeys(found))
-
-
-def kept_models(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """The modules that an optimizer has in attributes of its own, or in their lists and dicts."""
-    found: list[nn.Module] = []
-    for name, value in (*vars(optimizer).items(), *in_slots(optimizer)):
-        if name not in ("state", "param_groups"):
-            values = (
-                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
-            )
-            found += [each for each in values if isinstance(each, nn.Module)]
-    return found
 
 
 def in_slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

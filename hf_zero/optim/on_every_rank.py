@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from hf_zero import torch_compat
@@ -57,6 +58,7 @@ class EveryRankStep(OwnedStep):
     def _prepare(self, stepping: OwnerStepping) -> None:
         # Of the optimizer's models, and what they hold between steps.
         self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._handle: Any = None
         super()._prepare(stepping)
 
     def _take(self) -> None:
@@ -66,6 +68,8 @@ class EveryRankStep(OwnedStep):
         self._places = [(own, name, p) for own in held for name, p in own.items() if id(p) in self._plain]
         for own, name, param in self._places:
             own[name] = self._plain[id(param)]
+        if self._places:  # a step that raises does not come back here
+            self._handle = register_module_forward_pre_hook(lambda *_: self.leave_models())
 
     def _give(self) -> None:
         self.leave_models()
@@ -76,6 +80,8 @@ class EveryRankStep(OwnedStep):
         for own, name, param in self._places:
             own[name] = param
         self._places = []
+        if self._handle is not None:
+            self._handle.remove()
 
 
 class EveryRankStepping(OwnerStepping):

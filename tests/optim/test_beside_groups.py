@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.optim.trial import depends_on_others
 from tests.optim.test_foreign_optimizers import Own
+from tests.optim.test_own_parameters import ShowsInner
 from tests.optim.test_stepping import STEPS, Classifier, backward, furthest, make, train
 from tests.ranks import alone, on_ranks
 
@@ -99,21 +100,13 @@ class Momentum(Own):
         param.sub_(group["lr"] * moment)
 
 
-class ShowsInner(torch.optim.Optimizer):
-    """A wrapper whose groups, states and files are those of another."""
+class Files(ShowsInner):
+    """Its files, too, are those of another."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.defaults: dict[str, Any] = {}
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -125,7 +118,7 @@ class ShowsInner(torch.optim.Optimizer):
         self.inner.step()
 
 
-class Slow(ShowsInner):
+class Slow(Files):
     """With states of its own: Lookahead."""
 
     state = None  # type: ignore[assignment]
@@ -147,7 +140,7 @@ class Slow(ShowsInner):
 @on_ranks(2, stage=STAGES, rank_alone=[False, True])
 def test_files_of_a_wrapper_have_the_states_of_all_ranks(stage: int, rank_alone: bool) -> None:
     oracle, model = make(), make(stage)
-    theirs, ours = ShowsInner(Momentum(oracle.parameters())), ShowsInner(Momentum(model.parameters()))
+    theirs, ours = Files(Momentum(oracle.parameters())), Files(Momentum(model.parameters()))
     train(oracle, theirs)
     train(model, ours)
     if dist.get_rank() == 0 or not rank_alone:
@@ -156,7 +149,7 @@ def test_files_of_a_wrapper_have_the_states_of_all_ranks(stage: int, rank_alone:
         assert all(torch.equal(states[key]["moment"], wanted[key]["moment"]) for key in wanted)
     dist.barrier()
     saved = ours.state_dict()
-    ours = ShowsInner(Momentum(model.parameters()))
+    ours = Files(Momentum(model.parameters()))
     ours.load_state_dict(saved)
     for each, optimizer in ((oracle, theirs), (model, ours)):
         train(each, optimizer, range(STEPS, STEPS + 2))
@@ -228,6 +221,33 @@ def test_a_step_may_look_at_the_model_on_every_rank_only(stage: int, has_closure
     _train_with(model, has_closure)
     assert furthest(model, oracle) == 0.0
     assert all(known() is param for known, param in zip(held, model.parameters(), strict=True))
+
+
+class ClipsLater(Clips):
+    """Its first step fails in the middle."""
+
+    num_calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise ValueError("once")
+        return super().step(closure)
+
+
+@on_ranks(2, stage=STAGES)
+def test_a_step_that_fails_leaves_the_model_as_it_was(stage: int) -> None:
+    oracle, model = make(), make(stage, optimizer_on="every_rank")
+    param = model.head.weight
+    for each in (oracle, model):
+        optimizer = ClipsLater(each)
+        backward(each, 0)
+        with pytest.raises(ValueError, match="once"):
+            optimizer.step()
+        optimizer.num_calls = 1
+        optimizer.zero_grad()
+        train(each, optimizer)
+    assert furthest(model, oracle) == 0.0 and model.head.weight is param
 
 
 # ---- what a trial finds ----------------------------------------------------------------------------------------------

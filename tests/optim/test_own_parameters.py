@@ -137,8 +137,8 @@ def test_methods_and_objects_of_an_optimizer_are_its_own(stage: int) -> None:
     assert ours.state_dict()["state"] == theirs.state_dict()["state"]
 
 
-class Around(torch.optim.Optimizer):
-    """As `schedulefree.ScheduleFreeWrapper`: it keeps a state at rest beside the inner optimizer's, in the same dict."""
+class ShowsInner(torch.optim.Optimizer):
+    """A wrapper whose groups and states are those of another, and that torch's own constructor has not seen."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -150,6 +150,10 @@ class Around(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         return self.inner.state
+
+
+class Around(ShowsInner):
+    """As `schedulefree.ScheduleFreeWrapper`: it keeps a state at rest beside the inner optimizer's, in the same dict."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
