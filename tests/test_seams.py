@@ -181,6 +181,12 @@ TORCH = [
         "wrappers: refused before it takes rows for parameters",
     ),
     Seam(COMPOSABLE, "", "import _localize_dtensor", "wrappers: looked up at the call"),
+    Seam(
+        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState,
+        "init",
+        "for module in modules:",
+        "wrappers: what fully_shard calls first",
+    ),
     Seam(DTensor, "_op_dispatcher", "", "torch_groups.forget_old_groups"),
     Seam(
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding,

@@ -148,6 +148,8 @@ class RowStep:
             if id(inner) not in known:
                 known[id(inner)] = self._copy(inner, known, absent).stand_in
         copy.swap_attributes(known)
+        if copy.has_own:
+            copy.swap_in_states(known)
         return copy
 
     def _state_of(self, param: DTensor, state: dict[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any] | None:

@@ -34,9 +34,13 @@ from hf_zero.optim.stepping import StepCall, Stepping, params_of
 def _before_hooks(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Put our hooks next to the step: users' see the optimizer itself, before it is replaced and when it has all changes."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    before[STEPPING], after[STEPPING] = _outside_compiled_graphs()
-    before.move_to_end(STEPPING)
-    after.move_to_end(STEPPING, last=False)
+    at_begin, at_end = _outside_compiled_graphs()
+    before.pop(STEPPING, None)
+    before[STEPPING] = at_begin
+    if next(iter(after), None) != STEPPING:  # wrappers make plain dicts, which know no `move_to_end`
+        others = {number: hook for number, hook in after.items() if number != STEPPING}
+        after.clear()
+        after.update({STEPPING: at_end, **others})
 
 
 @functools.cache

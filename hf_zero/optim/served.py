@@ -7,10 +7,11 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.on_host import lack_of_memory
@@ -131,21 +132,37 @@ class _ServedStates:
         if states is None:
             raise CollectiveError(f"the optimizer does not exist there any more: {_KEEP}")
         param = states.params[index]
-        data = _written(states.of(param), param)
+        data = _written(states.of(param), param, states.params)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8), RowLayout((len(data),), 1)
 
 
-def _written(state: dict[Any, Any], param: Tensor) -> bytes:
-    """The states that the owner alone has; a wrapper's may be sharded, which every rank has."""
+class _Numbered(NamedTuple):
+    """A parameter that a state holds, as optimi's `gradient_release` keeps the group: its number among the optimizer's."""
+
+    number: int
+
+
+def _written(state: dict[Any, Any], param: Tensor, params: list[Tensor]) -> bytes:
+    """The states that the owner alone has; a wrapper's may be sharded, which every rank has, as it has the parameters."""
     state = {name: value for name, value in state.items() if not isinstance(value, Root)}
+    numbers = {id(each): number for number, each in enumerate(params)}
+    state = pytree.tree_map_only(
+        Root, lambda held: _Numbered(numbers[id(held)]) if id(held) in numbers else held, state
+    )
     file, world = io.BytesIO(), param.held[0] if isinstance(param, Root) else None
     with nullcontext() if world is None else world.serving.beside(param.device):
         torch.save(state, file)
     return file.getvalue()
 
 
-def _read(data: bytes) -> dict[Any, Any]:
-    return cast(dict[Any, Any], torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+def _read(data: bytes, params: list[Tensor]) -> dict[Any, Any]:
+    state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    of_this_rank = pytree.tree_map(
+        lambda leaf: params[leaf.number] if isinstance(leaf, _Numbered) else leaf,
+        state,
+        is_leaf=lambda node: isinstance(node, _Numbered),
+    )
+    return cast(dict[Any, Any], of_this_rank)
 
 
 _served: weakref.WeakKeyDictionary[Serving, _ServedStates] = weakref.WeakKeyDictionary()
@@ -197,15 +214,16 @@ def states_of_owners(optimizer: torch.optim.Optimizer, owned: Mapping[int, Owner
         own = [number for number in numbers if owners.owns(params[number])]
         label = f"{type(optimizer).__name__}.state_dict() (all ranks must call it)"
         if world.all_come(label, [params[number] for number in numbers]):
-            mine = {number: _written(optimizer.state.get(params[number], {}), params[number]) for number in own}
+            mine = {number: _written(optimizer.state.get(params[number], {}), params[number], params) for number in own}
             _check_memory(optimizer, world, sum(map(len, mine.values())))
             sent = world.collect(mine, "states of an optimizer")
             for states in world.from_first(lambda sent=sent: sent, "states of an optimizer", PartitionError):  # type: ignore[misc]
-                found |= {number: _read(data) for number, data in states.items() if number not in own}
+                found |= {number: _read(data, params) for number, data in states.items() if number not in own}
             continue
         item = _served[world.serving].number_of(optimizer)
         for number in set(numbers) - set(own):
-            found[number] = _read(world.serving.bytes_of(_OF_OWNERS, (item, number), owners.owner_of(params[number])))
+            data = world.serving.bytes_of(_OF_OWNERS, (item, number), owners.owner_of(params[number]))
+            found[number] = _read(data, params)
     return {number: state for number, state in found.items() if state}
 
 

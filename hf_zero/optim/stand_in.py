@@ -105,6 +105,12 @@ class StandIn:
         groups = zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True)
         self._inner.update({id(new): old for old, new in groups})
 
+    def swap_in_states(self, known: Mapping[int, Any]) -> None:
+        """Let states that hold a group or a parameter (optimi's `gradient_release`) hold what stands for it."""
+        stands = {**self._plain, **known}
+        for param, state in self.stand_in.state.items():
+            self.stand_in.state[param] = _exchanged(state, stands)
+
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         """What the optimizer has, but for its groups and states, and for a scheduler's `step`, which is of the real one."""
         for name, value in vars(self.optimizer).items():
@@ -178,11 +184,12 @@ class StandIn:
                     group[key] = value
         if state_of is None or not self.has_own:
             return
-        state = self.optimizer.state
+        state, real = self.optimizer.state, self._real
         for key, value in self.stand_in.state.items():
             param = self._stood_for.get(id(key))
             kept = value if param is None else state_of(param, value, state.get(param, {}))
             if kept is not None:
+                kept = _exchanged(kept, real)
                 state[key if param is None else param] = kept
         kept_keys = {id(self._stood_for.get(id(key), key)) for key in self.stand_in.state}
         for key in [key for key in state if id(key) not in kept_keys]:
@@ -204,10 +211,13 @@ class StandIn:
         for group, changed in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = [self._stood_for.get(id(p), p) for p in changed["params"]]
 
+    @property
+    def _real(self) -> dict[int, Any]:
+        """Id of what stands for a parameter, a group or an inner optimizer -> the real one."""
+        return {**self._stood_for, **self._inner}
+
     def _take_containers(self) -> None:
-        real = dict(self._stood_for)
-        real.update({id(new): old for old, new in (*self._containers, *self._tuples)})
-        real.update(self._inner)
+        real = {**self._real, **{id(new): old for old, new in (*self._containers, *self._tuples)}}
         ids = {key: id(param) for key, param in self._stood_for.items()}
 
         def back(value: Any) -> Any:
@@ -217,3 +227,15 @@ class StandIn:
             entries = [(back(k), back(v)) for k, v in new.items()] if isinstance(new, dict) else list(map(back, new))
             old.clear()
             (old.extend if isinstance(old, (list, deque)) else old.update)(entries)
+
+
+def _exchanged(state: Any, others: Mapping[int, Any]) -> Any:
+    """A parameter's state with other groups and parameters in it, by their ids; itself if it has none."""
+    if not isinstance(state, dict):
+        return state
+    found = {name: others[id(value)] for name, value in state.items() if id(value) in others}
+    if not found:
+        return state
+    new = copy.copy(state)
+    new.update(found)
+    return new

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +95,8 @@ class Momentum(Own):
 
     def one(self, param: Tensor, group: dict[str, Any]) -> None:
         moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+        group = self.state[param].setdefault("group", group)  # as optimi's `gradient_release`
+        group["num_steps"] = self.state[param]["step"] = self.state[param].get("step", 0) + 1
         moment.mul_(0.9).add_(param.grad / (param.grad.norm() + 1e-3))
         param.sub_(group["lr"] * moment)
 
@@ -106,7 +107,7 @@ class Files(ShowsInner):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
         self.defaults: dict[str, Any] = {}
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -141,12 +142,18 @@ class Slow(Files):
 def test_files_of_a_wrapper_have_the_states_of_all_ranks(stage: int, rank_alone: bool) -> None:
     oracle, model = make(), make(stage)
     theirs, ours = Files(Momentum(oracle.parameters())), Files(Momentum(model.parameters()))
-    train(oracle, theirs)
-    train(model, ours)
+    for each, optimizer in ((oracle, theirs), (model, ours)):
+        train(each, optimizer)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        train(each, optimizer)
+        assert optimizer.param_groups[0]["num_steps"] == 2 * STEPS
+    assert furthest(model, oracle) == 0.0
     if dist.get_rank() == 0 or not rank_alone:
         states, wanted = ours.state_dict()["state"], theirs.state_dict()["state"]
         assert list(states) == list(wanted)
         assert all(torch.equal(states[key]["moment"], wanted[key]["moment"]) for key in wanted)
+        held = [*map(id, model.parameters())]
+        assert all([*map(id, states[key]["group"]["params"])] == held for key in wanted)
     dist.barrier()
     saved = ours.state_dict()
     ours = Files(Momentum(model.parameters()))

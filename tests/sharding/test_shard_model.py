@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,9 +72,10 @@ def test_model_wrapped_by_ddp_or_fsdp_raises() -> None:
 def test_wrappers_of_torch_around_a_partitioned_child_are_refused_by_name(stage: int) -> None:
     model = nn.Sequential(Net(), nn.Linear(3, 3))
     zero.shard_model(model[0], {"stage": stage})
-    for wrap in (DistributedDataParallel, lambda each: replicate(each)(batch(0, 0))):
+    by_hooks = (DistributedDataParallel, lambda each: replicate(each)(batch(0, 0)))
+    for wrap in (*by_hooks, fully_shard, replicate_with_fsdp.replicate, FullyShardedDataParallel):
         with pytest.raises(zero.PartitionError, match=r"around (DDP)?Sequential, of which Net '0' is partitioned"):
-            wrap(model)
+            wrap(nn.Sequential(*model))
     with pytest.raises(zero.PartitionError, match="DistributedDataParallel around Net"):
         DistributedDataParallel(model[0])
     DistributedDataParallel(model[1])(batch(0, 0)).sum().backward()

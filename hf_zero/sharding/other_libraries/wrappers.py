@@ -3,6 +3,7 @@
 They would average rows of different ranks, or fail in torch's own words. These are wrapped:
 
 - `DistributedDataParallel.__init__`.
+- `FullyShardedDataParallel.__init__`, and `FSDPState.init`, which `fully_shard` and the newer `replicate` call first.
 - `_localize_dtensor` of torch's tensor parallelism, with which the composable `replicate` begins: it would take a rank's rows
   for the whole parameter.
 
@@ -30,14 +31,29 @@ def install() -> None:
     """Wrap the functions; a second call changes nothing."""
     if not _changes:
         _changes.keep()
-        _changes.wrap(DistributedDataParallel, "__init__", _wrap_in_ddp)
+        _changes.wrap(DistributedDataParallel, "__init__", _wrap)
+        _changes.once_imported("torch.distributed.fsdp", lambda _: _wrap_fsdp())
         composable = importlib.import_module("torch.distributed.tensor.parallel.ddp")
         _changes.wrap(composable, "_localize_dtensor", _replicate)
 
 
-def _wrap_in_ddp(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    _refuse_partitioned(module, "DistributedDataParallel")
+def _wrap_fsdp() -> None:
+    fsdp, states = map(
+        importlib.import_module, ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard._fsdp_state")
+    )
+    _changes.wrap(fsdp.FullyShardedDataParallel, "__init__", _wrap)
+    _changes.wrap(states.FSDPState, "init", _shard_fully)
+
+
+def _wrap(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    _refuse_partitioned(module, type(self).__name__)
     original(self, module, *args, **kwargs)
+
+
+def _shard_fully(original: Any, self: Any, modules: Any, *args: Any, **kwargs: Any) -> None:
+    for module in modules:
+        _refuse_partitioned(module, "fully_shard" if type(self).__name__ == "FSDPState" else "replicate")
+    original(self, modules, *args, **kwargs)
 
 
 def _replicate(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
