@@ -61,14 +61,11 @@ class Gathering:
         self._world = world
         self.units: list[Unit] = []
         self.home, self.memory = Home(world.device), GatheredMemory()
-        self.schedule = GatherSchedule()
-        self.reductions = ReductionOrder([])
+        self.schedule, self.reductions = GatherSchedule(), ReductionOrder([])
         self.before_wait: Callable[[], None] | None = None
         self.budget, self.kept = Budget(world), Kept()
-        self.reads, self.changes = Reads(), ChangeCount()
-        self.alone = ForwardsAlone(world, parameters)
-        self.is_refreshed = world.partitions
-        self.num_steps = 0
+        self.reads, self.changes, self.alone = Reads(), ChangeCount(), ForwardsAlone(world, parameters)
+        self.is_refreshed, self.num_steps = world.partitions, 0
         self._held: list[Lease] = []  # of all units
         self.for_graphs = ForGraphs()
         self._parameters = parameters
@@ -277,7 +274,7 @@ class Gathering:
 
     def before_step(self, optimizer: object) -> None:
         """An optimizer that holds parameters of this model is about to step, on every rank."""
-        self._before_write("the optimizer's step")
+        self._before_write("the optimizer's step", self._world.serving.is_asked)
         progress.note_step(optimizer, self)
         self.changes.begun += 1
         self._stepped.clear()  # of a step that has raised
@@ -305,11 +302,14 @@ class Gathering:
         self.edited[p] = 0 if self._stepping is not None else zlib.crc32(b"%d" % mark, self.edited.get(p, 0))
         self.let_go()
 
-    def _before_write(self, what: str) -> None:
+    def _before_write(self, what: str, is_read_alone: bool = False) -> None:
+        """Wait for all ranks, if they compute with what is shared, or if one may still read what was before."""
         self._has_read = False
         self._world.serving.apart.check(what)
         if any(unit.is_shared for unit in self.units):
             self._world.shards.before_write(what)
+        elif is_read_alone:
+            self._world.meet(what)
 
     def by_first_use(self) -> list[list[ZeroParameter]]:
         """The parameters by unit, in the order in which a forward first needs them, the same on every rank."""

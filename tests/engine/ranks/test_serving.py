@@ -83,6 +83,22 @@ def test_reads_of_rank_0_alone_are_those_of_the_whole_model(stage: int, collecti
         dist.barrier()
 
 
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
+def test_reads_of_rank_0_alone_before_the_step_that_others_have_come_to(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    for _ in range(2):
+        twins.backward_reference()
+        twins.backward()
+        if dist.get_rank() == 0:
+            time.sleep(0.1)  # the others need nothing of this rank for a step
+            _check(twins)
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.steps_done += 1
+    dist.barrier()
+
+
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES, prefetch_bytes=[0, 10**6])
 def test_reads_of_rank_0_alone_others_in_the_next_step(stage: int, collectives: str, prefetch_bytes: int) -> None:
     twins = Twins(stage, collectives=collectives, prefetch_bytes=prefetch_bytes)
