@@ -67,13 +67,9 @@ def assigned_name(value: object) -> str | None:
     return str(known["name"])
 
 
-_COLLECT = (nn.ParameterList.__setitem__.__code__, nn.ParameterDict.__setitem__.__code__)
-
-
-def is_collected() -> bool:
-    """Whether the property that asks here is asked by a list or dict of parameters, which takes a tensor that says yes as it
-    is, and makes a parameter of one that says no."""
-    return sys._getframe(3).f_code in _COLLECT
+def is_assigned() -> bool:
+    """Whether the property that asks here is asked by a module that is given what has it."""
+    return sys._getframe(3).f_code in _ASSIGN
 
 
 def is_made_a_parameter() -> bool:

@@ -84,7 +84,10 @@ def _scaled(model: nn.Module) -> None:
 
 
 def _to_what_it_is(model: nn.Module) -> None:
+    views = [param.view(-1) for param in model.parameters()]
+    total = sum(param.square().sum() for param in model.parameters())  # alive, with its graph
     model.to(torch.float32).cpu().float()
+    assert total.requires_grad and len(views)
 
 
 def _there_and_back(model: nn.Module) -> None:
@@ -100,6 +103,18 @@ def test_memory_that_torch_exchanges_is_an_edit(
     for model in (twins.model, twins.reference):
         change(model)
     twins.step(2)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_a_cast_while_a_view_is_alive_is_refused(stage: int) -> None:
+    model = Net()
+    zero.shard_model(model, {"stage": stage, "units": {"min_numel": 1}})
+    view = model.head.weight.view(-1)
+    with pytest.raises(RuntimeError) as error:
+        model.bfloat16()
+    assert "while something that was computed of it is alive" in str(error.value.__cause__)
+    del view, error
+    model.bfloat16()
 
 
 def _with_penalty(model: nn.Module, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hf_zero import torch_compat
 from hf_zero.errors import UsageError
-from hf_zero.under_way import assigned_name, is_collected, is_made_a_parameter
+from hf_zero.under_way import assigned_name, is_assigned, is_made_a_parameter
 
 _data: Any = torch._C.TensorBase.data
 _grad: Any = torch._C.TensorBase.grad
@@ -163,18 +163,16 @@ class Whole(Shares, Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Torch asks so of what is assigned to a module, and would say that it is no parameter."""
+        """`isinstance(self.weight, nn.Parameter)` asks so; torch, too, of what is assigned to a module."""
         if torch.compiler.is_compiling():
             return False
-        if _IS_PARAM in vars(self) or is_collected():
-            return True
-        if (name := assigned_name(self)) is not None:
+        if _IS_PARAM not in vars(self) and (name := assigned_name(self)) is not None:
             raise UsageError(
                 f"a forward assigns another module's whole weight to {name!r}, which would tie them for a call only: tie "
                 "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
                 "only, call torch.nn.functional with it"
             )
-        return False
+        return _IS_PARAM in vars(self) or not is_assigned()  # a module of no sharded model would want a leaf
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:

@@ -40,7 +40,10 @@ def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) ->
     if isinstance(t2, PartitionedTensor) and not isinstance(t1, PartitionedTensor):
         t1, t2 = t2, t1
     # `module.to` what it is already exchanges the parameter with an alias. Not by addresses: ranks without rows must agree.
-    if isinstance(t1, PartitionedTensor) and torch_compat.local_of(t1) is not torch_compat.local_of(t2):
+    if isinstance(t1, PartitionedTensor) and torch_compat.local_of(t1) is torch_compat.local_of(t2):
+        if t1.dtype == t2.dtype and t1.shape == t2.shape and t1.requires_grad == t2.requires_grad:
+            return  # torch would refuse where something that was computed of the parameter is alive
+    elif isinstance(t1, PartitionedTensor):
         if not isinstance(t2, PartitionedTensor) and (t2.shape, t2.dtype) == (t1.shape, t1.dtype):
             _swap_values(t1, t2)
             return
@@ -50,7 +53,15 @@ def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) ->
         if isinstance(t2, PartitionedTensor) and t1.dtype == t2.dtype and are_known_to_be_equal(t1, t2):
             return  # `.to("cpu:0")` has copied it; what is known of its values stays known of the parameter
         t1.before_edit()
-    original(t1, t2)
+    try:
+        original(t1, t2)
+    except RuntimeError as error:
+        if not isinstance(t1, PartitionedTensor):
+            raise
+        raise UsageError(
+            f"{t1.describe()} cannot become {t2.dtype} on {t2.device} while something that was computed of it is alive (a loss "
+            "with a term over parameters, a view): drop that first (`del loss`)"
+        ) from error
     if isinstance(t1, PartitionedTensor):
         t1.after_edit()
 

@@ -98,7 +98,10 @@ def test_attributes_that_nobody_has_set_are_missed_as_on_any_tensor(stage: int) 
         with pytest.raises(AttributeError):
             del module.weight.nothing
         module.weight.requires_grad_()  # attributes of torch's own stay the tensor's
-        assert not isinstance(module.weight, nn.Parameter)
+        assert isinstance(module.weight, nn.Parameter)
+        other = nn.Module()  # of no sharded model
+        other.weight = module.weight
+        assert other.weight is module.weight and not other._parameters
         seen.append(module.weight)
 
     model.second.register_forward_pre_hook(look)
