@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 def _frames(thread: int | None) -> Iterator[FrameType]:
@@ -67,9 +68,12 @@ def assigned_name(value: object) -> str | None:
     return str(known["name"])
 
 
-def is_assigned() -> bool:
-    """Whether the property that asks here is asked by a module that is given what has it."""
-    return sys._getframe(3).f_code in _ASSIGN
+_REGISTERS = (*_ASSIGN, parametrize._register_parameter_or_buffer.__code__)
+
+
+def is_registered() -> bool:
+    """Whether the property that asks here is asked by code of torch that would register a parameter, or else a tensor."""
+    return sys._getframe(3).f_code in _REGISTERS
 
 
 def is_made_a_parameter() -> bool:

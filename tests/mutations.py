@@ -543,6 +543,37 @@ MUTATIONS = {
         "saves = num_entries > 1",
         "tests/engine/units/test_keeping.py",
     ),
+    # gradients that one rank reads alone, and steps that ranks come to together
+    "a step does not wait for who reads alone": Mutation(
+        "engine/units/gathering.py",
+        "        elif is_read_alone:\n",
+        "        elif False:\n",
+        "tests/engine/ranks/test_serving.py -k before_the_step",
+    ),
+    "writes to gradients are not counted": Mutation(
+        "engine/ranks/offers.py",
+        "left.num_writes += 1",
+        "left.num_writes += 0",
+        "tests/engine/ranks/test_serving.py -k cannot_be_read",
+    ),
+    "what a gradient is after a step goes for it": Mutation(
+        "engine/parameters/at_rest/known/entries.py",
+        'digest("a gradient", serving.name, serving.version, tuple(name))',
+        'digest("a gradient", serving.name, name.engine, name.number)',
+        "tests/engine/ranks/test_serving.py -k cannot_be_read",
+    ),
+    "a cast to what it is exchanges tensors": Mutation(
+        "sharding/other_libraries/tensor_swaps.py",
+        "if t1.dtype == t2.dtype and t1.shape == t2.shape and t1.requires_grad == t2.requires_grad:",
+        "if False:",
+        "tests/engine/test_cast.py -k memory_that",
+    ),
+    "states keep the groups of a stand-in": Mutation(
+        "optim/stand_in.py",
+        "kept = _exchanged(kept, real)",
+        "pass",
+        "tests/optim/test_beside_groups.py -k files_of",
+    ),
 }
 
 

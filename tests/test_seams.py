@@ -182,6 +182,12 @@ TORCH = [
     ),
     Seam(COMPOSABLE, "", "import _localize_dtensor", "wrappers: looked up at the call"),
     Seam(
+        torch.nn.utils.parametrize,
+        "_register_parameter_or_buffer",
+        "if isinstance(X, Parameter):",
+        "is_registered: what a forward shows is not registered as a parameter",
+    ),
+    Seam(
         importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState,
         "init",
         "for module in modules:",

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hf_zero.engine.parameters.quantised import can_be_cut, is_of_own_class, is_quantised, plain_parts
 from hf_zero.engine.parameters.records import is_gathered
+from hf_zero.engine.parameters.whole import Whole
 from hf_zero.engine.ranks.world import World, world_of
 from hf_zero.engine.units.grouping import find_parameters
 from hf_zero.errors import PartitionError, UsageError
@@ -146,7 +147,7 @@ def refuse_whole_for_a_while(model: nn.Module) -> None:
                 f"an attribute (`del module._parameters[{name!r}]` once, before shard_model; `module.{name} = computed` in "
                 "each forward), or use torch.nn.utils.parametrize"
             )
-        if not isinstance(found.param, nn.Parameter):
+        if isinstance(found.param, Whole) or not isinstance(found.param, nn.Parameter):
             raise UsageError(
                 f"{found.names[0]!r} is whole for the length of a call: {type(model).__name__} cannot be partitioned while a "
                 "forward or backward of it is under way"

@@ -222,24 +222,22 @@ def test_rank_0_saves_alone_what_all_ranks_save_together(stage: int, collectives
     dist.barrier()
 
 
-def save_where_another_rank_has_stepped_since(folder: str) -> None:
+def save_where_another_rank_has_come_to_the_step(folder: str) -> None:
     model = changed("llama")
+    expected = copied(model.state_dict())
     zero.shard_model(model, CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     CASES["llama"].loss(model, CASES["llama"].batch(0, dist.get_rank())).backward()
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
+        saved = type(model).from_pretrained(folder).state_dict()
+        torch.testing.assert_close(saved, expected, rtol=0, atol=0)
     optimizer.step()
     CASES["llama"].loss(model, CASES["llama"].batch(0, 1))
 
 
-def test_a_step_of_another_rank_since_is_an_error(tmp_path: Path) -> None:
-    failures = run_ranks(save_where_another_rank_has_stepped_since, 2, str(tmp_path), expect_failure=True, timeout_s=30)
-    first = failures[0]
-    assert first is not None
-    assert first.type_name == "CollectiveError"
-    assert "rank 0 reads a model alone, but rank 1 has changed it since" in first.message
-    assert not (tmp_path / "model.safetensors").exists()
+def test_rank_0_saves_alone_what_was_before_the_step_that_others_have_come_to(tmp_path: Path) -> None:
+    run_ranks(save_where_another_rank_has_come_to_the_step, 2, str(tmp_path), timeout_s=60)
 
 
 # ---- models of libraries that save them in their own way -------------------------------------------------------------

@@ -212,7 +212,7 @@ def _ask_alone() -> None:
 
 def test_a_number_that_one_rank_asks_for_is_an_error_that_says_so() -> None:
     failure, _ = run_ranks(_ask_alone, 2, expect_failure=True)
-    assert "waited 2.5 s for rank 1 in agreement of 'norms of partitioned tensors" in failure.message
+    assert "waited 2.5 s for rank 1 in norms of a value computed from a parameter" in failure.message
 
 
 def _with_statistics() -> nn.Module:

@@ -96,8 +96,6 @@ _MEMORY = "_zero_memory"
 _SHOWN = "_zero_shown"
 _PLACE = "_zero_place_of_whole"
 _SLOTS = ("_zero_base", "_zero_world", "_zero_cut", _MEMORY, _SHOWN, _PLACE, WHEN_EXCHANGED, ASSIGNED)
-
-
 _OWN_REFERENCES = 2  # to a `_Memory`, when no alias has it: the local name's, and that of the call that counts
 
 
@@ -274,11 +272,15 @@ class PartitionedTensor(Shares, Readable, Root, DTensor):
         owner, param = self._zero_owner, self._zero_param
         if owner is not None and param is not None:
             owner.before_edit(param, mark)
+        elif param is None:
+            self.held[0].serving.before_write(self.rows)
 
     def after_edit(self) -> None:
         """See `Root.after_edit`."""
         if (owner := self._zero_owner) is not None:
             owner.after_edit()
+        elif self._zero_param is None:
+            self.held[0].serving.after_write(self.rows)
 
     @property
     def data(self) -> Tensor:

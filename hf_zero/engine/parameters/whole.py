@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hf_zero import torch_compat
 from hf_zero.errors import UsageError
-from hf_zero.under_way import assigned_name, is_assigned, is_made_a_parameter
+from hf_zero.under_way import assigned_name, is_made_a_parameter, is_registered
 
 _data: Any = torch._C.TensorBase.data
 _grad: Any = torch._C.TensorBase.grad
@@ -172,7 +172,7 @@ class Whole(Shares, Tensor):
                 "weights before shard_model, or between forwards (`a.weight = b.weight`); to compute with it in this forward "
                 "only, call torch.nn.functional with it"
             )
-        return _IS_PARAM in vars(self) or not is_assigned()  # a module of no sharded model would want a leaf
+        return _IS_PARAM in vars(self) or not is_registered()  # a module of no sharded model would want a leaf
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:

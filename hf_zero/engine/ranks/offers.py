@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,79 @@ GONE = (
 
 
 @dataclass
+class _Left:
+    """A gradient as a backward has left it.
+
+    Attributes:
+        number: of its parameter.
+        version: of its rows, then.
+        ready: on a device, passes when it was there, or has been written to since.
+        num_writes: by operators, which torch does not count on rows.
+    """
+
+    number: int
+    version: int
+    ready: torch.Event | None
+    num_writes: int = 0
+
+
+@dataclass
 class ChangeCount:
-    """How many steps and edits of an engine have begun; the same on every rank at the same place of the program."""
+    """What of an engine has changed; the same on every rank at the same place of the program.
+
+    Attributes:
+        begun: how many steps and edits have begun.
+        num_backwards: that have left gradients.
+        gradients: that the last one has left, by the ids of their rows.
+    """
 
     begun: int = 0
+    num_backwards: int = 0
+    gradients: dict[int, _Left] = field(default_factory=dict)
+
+    def note_gradients(self, rows: Iterable[tuple[int, Tensor]], device: torch.device) -> None:
+        """A backward has ended.
+
+        Args:
+            rows: this rank's of each gradient, with the number of its parameter.
+            device: on whose current stream they are there.
+        """
+        ready = _event(device)
+        self.num_backwards += 1
+        self.gradients = {id(each): _Left(number, each._version, ready) for number, each in rows}
+
+
+def _event(device: torch.device) -> torch.Event | None:
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
+class NameOfGradient(NamedTuple):
+    """Which gradient something is, and how it came to be; the same on every rank that has it.
+
+    Attributes:
+        engine: the number of the engine.
+        number: of the parameter.
+        num_backwards: that the engine has had.
+        num_writes: into it, since the last of them.
+    """
+
+    engine: int
+    number: int
+    num_backwards: int
+    num_writes: int
+
+
+class Gradient(NamedTuple):
+    """This rank's rows of a gradient, and when they are there."""
+
+    name: NameOfGradient
+    rows: Tensor
+    layout: RowLayout
+    ready: torch.Event | None
 
 
 class Served(Protocol):
@@ -54,6 +123,9 @@ class Served(Protocol):
     def rows_of(self, number: int) -> tuple[Tensor, RowLayout]:
         """This rank's rows of a parameter, and how they are cut."""
 
+    def gradient_of(self, number: int) -> tuple[Tensor, RowLayout] | None:
+        """This rank's rows of a parameter's gradient, at rest, and how they are cut."""
+
 
 @functools.cache
 def stream_aside(device: torch.device) -> torch.Stream:
@@ -71,6 +143,9 @@ class Offers:
         self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
         self._questions: dict[str, Callable[[Any], object]] = {}
         self._outliving: set[str] = set()
+        self._written: torch.Event | None = (
+            None  # on a device, passes when the last gradient or value has been written to
+        )
 
     def add(self, engine: Served) -> Lasting[Served]:
         """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns what refers to it."""
@@ -126,6 +201,41 @@ class Offers:
             engine = reference()
             if engine is not None:
                 yield from ((place, number) for number in range(engine.num_parameters))
+
+    def gradient_with(self, rows: Tensor) -> NameOfGradient | None:
+        """Which gradient has these rows, as the last backward has left it; None: no such one."""
+        for place, changes in enumerate(self._changes):
+            left = changes.gradients.get(id(rows))
+            engine = None if left is None else self._engines[place]()
+            if left is None or engine is None:
+                continue
+            found = engine.gradient_of(left.number)
+            if found is not None and found[0] is rows:
+                num_writes = left.num_writes + rows._version - left.version
+                return NameOfGradient(place, left.number, changes.num_backwards, num_writes)
+        return None
+
+    def gradients(self) -> Iterator[Gradient]:
+        """All that there are now."""
+        for changes, reference in zip(self._changes, self._engines, strict=True):
+            engine = reference()
+            for left in list(changes.gradients.values()) if engine is not None else ():
+                found = None if engine is None else engine.gradient_of(left.number)
+                name = None if found is None else self.gradient_with(found[0])
+                if found is not None and name is not None:
+                    yield Gradient(name, *found, left.ready)
+
+    def before_write(self, rows: Tensor) -> None:
+        """These rows, perhaps of a gradient, are about to be written to."""
+        for changes in self._changes:
+            if (left := changes.gradients.get(id(rows))) is not None:
+                left.num_writes += 1
+
+    def after_write(self, rows: Tensor) -> None:
+        """What writes to these rows has been begun, on the current stream of a device."""
+        for changes in self._changes if rows.device.type != "cpu" else ():
+            if (left := changes.gradients.get(id(rows))) is not None:
+                left.ready = _event(rows.device)
 
     def given(self, key: str, item: object) -> tuple[Tensor, RowLayout]:
         """This rank's part of what is offered under a key.

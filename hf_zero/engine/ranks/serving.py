@@ -9,8 +9,8 @@ for, one tensor after another, and given by their services, whatever their progr
 What is read then is one state of the model. A rank gives rows only once it has passed the place, so that all that comes
 before it in the program has been done. It counts steps and edits *before* they begin, and gives nothing if there was one
 since, or during the copy; then the asker raises. It raises, too, where it has changed the model itself and the others have
-not. Usually there is none, since a step needs the asker's gradients. A rank that ends its program stays for those that may
-still ask: see [Note: leaving].
+not. Ranks come to a step together, so that what comes before it can be read, gradients too: as the backward has left them, or
+after as many edits since. A rank that ends its program stays for those that may still ask: see [Note: leaving].
 
 A rank that is merely late does not look like one that has passed, so that all ranks that run the same lines meet as ever. One
 that waits at another operation, of another model too, has not passed either: the fewer go on alone, and come there later.

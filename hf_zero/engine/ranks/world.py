@@ -275,8 +275,8 @@ class World(Axes):
     def all_come(self, label: str, tensors: Iterable[Tensor | None], timeout_s: float | None = None) -> bool:
         """Whether every rank makes the same call, which only reads these tensors; else this one makes it alone.
 
-        See [Note: alone]. They are parameters and states of optimizers; what is neither (a gradient, a value computed from
-        one) nobody can be asked for. Those of other models may be of other worlds, which are asked later, one by one.
+        See [Note: alone]. They are parameters, gradients, states of optimizers, and what was computed of these; nobody can be
+        asked for anything else. Those of other models may be of other worlds, which are asked later, one by one.
 
         Raises:
             UsageError: this rank makes it alone, and there is something that it cannot ask for.
@@ -288,8 +288,9 @@ class World(Axes):
         has_all = self.serving.all_come(label, str(places[:1]))
         if not has_all and None in places:
             raise UsageError(
-                f"{label}: rank {self.rank} runs this alone, while the others have gone on; only a model's parameters "
-                "and its optimizers' states can be read by one rank: let all ranks run it (not behind `if is_main_process`)"
+                f"{label}: rank {self.rank} runs this alone, while the others have gone on; only a model's parameters and "
+                "its optimizers' states can be read by one rank, and gradients until the step: let all ranks run it (not "
+                "behind `if is_main_process`)"
             )
         return has_all
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_zero import torch_compat
 from hf_zero.engine.parameters.at_rest.known import values
+from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.parameters.records import ZeroParameter
 from hf_zero.engine.ranks.offers import ChangeCount
 from hf_zero.engine.ranks.serving import Serving
@@ -74,6 +75,11 @@ class ServedParameters:
         p = self._parameters[number]
         before = self._serving.apart.before(p.param)
         return (torch_compat.local_of(p.param).detach() if before is None else before), p.layout
+
+    def gradient_of(self, number: int) -> tuple[Tensor, RowLayout] | None:
+        """See `Served`."""
+        p = self._parameters[number]
+        return (p.param.grad.rows, p.layout) if isinstance(p.param.grad, Root) else None
 
     _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
 

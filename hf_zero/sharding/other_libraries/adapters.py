@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zero.changes import Changes
 from hf_zero.engine.gathered_parameters import GatheredParameters
+from hf_zero.engine.parameters.whole import Whole
 from hf_zero.parameters import parameters_of
 from hf_zero.sharding.active import is_constructing
 from hf_zero.sharding.late import run_instead
@@ -125,7 +126,7 @@ def _adapt_parameter(
     base, name = self.get_base_layer(), self.parameter_name
     whole = getattr(base, name)
     adapters = [each for each in active_adapters if each in self.lora_A]
-    if isinstance(whole, nn.Parameter) or not adapters:
+    if not isinstance(whole, Whole) or not adapters:
         with original(self, active_adapters):
             yield
         return

@@ -99,6 +99,61 @@ def test_reads_of_rank_0_alone_before_the_step_that_others_have_come_to(stage: i
     dist.barrier()
 
 
+def _of_gradients(model: nn.Module) -> list[Tensor]:
+    """What people log of gradients before a step."""
+    found: list[Tensor] = []
+    for param in model.parameters():
+        grad = param.grad
+        assert grad is not None
+        whole = grad.detach().cpu().numpy()
+        found += [
+            grad.norm(),
+            grad.abs().max(),
+            (grad * grad).mean(),
+            torch.from_numpy(whole),
+            grad.sum() / grad.numel(),
+        ]
+    return [each.detach().clone() for each in found]
+
+
+@on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
+def test_rank_0_reads_gradients_alone_before_the_step_that_others_have_come_to(stage: int, collectives: str) -> None:
+    twins = Twins(stage, collectives=collectives)
+    for step in range(3):
+        twins.backward_reference()
+        twins.backward()
+        for model in (twins.model, twins.reference) if step == 1 else ():
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if dist.get_rank() == 0:
+            time.sleep(0.1)
+            torch.testing.assert_close(_of_gradients(twins.model), _of_gradients(twins.reference))
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.steps_done += 1
+    _check(twins)
+    dist.barrier()
+
+
+@on_ranks(2, stage=SHARDED)
+def test_gradients_that_other_ranks_have_changed_since_cannot_be_read(stage: int) -> None:
+    twins = Twins(stage)
+    for change in ("written", "replaced", "dropped"):
+        twins.backward()
+        weight = twins.model.head.weight
+        if dist.get_rank() == 0:
+            time.sleep(0.1)
+            with pytest.raises(zero.CollectiveError, match="run the line that reads it before it changes"):
+                weight.grad.norm()
+        if change == "written":
+            weight.grad.mul_(2.0)
+        else:
+            weight.grad = weight.grad * 2.0 if change == "replaced" else None
+        twins.optimizers[0].step()
+        twins.optimizers[0].zero_grad()
+    dist.barrier()
+
+
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES, prefetch_bytes=[0, 10**6])
 def test_reads_of_rank_0_alone_others_in_the_next_step(stage: int, collectives: str, prefetch_bytes: int) -> None:
     twins = Twins(stage, collectives=collectives, prefetch_bytes=prefetch_bytes)

@@ -36,7 +36,7 @@ def norms_of(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         norms = [_norm(part, order, dtype) for part in parts]
     cut = [i for i, t in enumerate(tensors) if isinstance(t, Root) and t.is_cut]
-    if not _all_ask([cast(Root, tensors[i]) for i in cut]):
+    if not _all_ask([cast(Root, tensors[i]) for i in cut], is_read=not is_list):
         return None
     for place, norm in zip(
         cut, _added([cast(Root, tensors[i]) for i in cut], [norms[i] for i in cut], order), strict=True
@@ -45,10 +45,15 @@ def norms_of(func: Any, args: Any, kwargs: Any) -> Any:
     return norms if is_list else norms[0]
 
 
-def _all_ask(roots: Sequence[Root]) -> bool:
-    """Whether every rank asks for norms of these, or one does so alone, which may happen with parameters and values."""
+def _all_ask(roots: Sequence[Root], is_read: bool) -> bool:
+    """Whether every rank asks for norms of these, or one does so alone, which may happen with parameters and values.
+
+    Args:
+        roots: the tensors.
+        is_read: with gradients, too: several at once are clipped next.
+    """
     worlds = dict.fromkeys(root.held[0] for root in roots)
-    if len(worlds) != 1 or any(root.param is None and key_of(root) is None for root in roots):
+    if len(worlds) != 1 or any(root.param is None and key_of(root, is_read) is None for root in roots):
         return True
     (world,) = worlds
     known = [cast(Tensor, root) if root.param is None else root.param for root in roots]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_zero.engine.parameters.at_rest.known.recipes import Key, digest
 from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.ranks.offers import NameOfGradient
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.layout import RowLayout
 
@@ -49,6 +50,11 @@ _by_key: dict[Key, dict[int, None]] = {}  # the ids of rows that have had a key,
 def key_of_parameter(serving: Serving, number: tuple[int, int], change: object = 0) -> Key:
     """Of a parameter as it is now, with a change of one rank alone if there is one."""
     return digest("a parameter", serving.name, number, serving.version, change)
+
+
+def key_of_gradient(serving: Serving, name: NameOfGradient) -> Key:
+    """Of a gradient as it is now, until the next step begins."""
+    return digest("a gradient", serving.name, serving.version, tuple(name))
 
 
 def key_of_cast(key: Key, dtype: torch.dtype) -> Key:

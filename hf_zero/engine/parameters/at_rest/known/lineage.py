@@ -4,7 +4,8 @@
 one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a parameter,
 which one, and after how many steps and edits; of one that belongs to no engine, as of an average's model, how many were
 made before it; of what an operator gives or writes, the operator, the keys of its operands, and
-numbers. What comes from anything else (a gradient, a plain tensor, random numbers) has none. A rank gives its part of a value
+numbers; of a gradient, which one, after how many backwards, and how often it was written to since. What comes from anything
+else (a plain tensor, random numbers) has none. A rank gives its part of a value
 that it has under the same key, or that a copy of its parameter would have: nobody has to keep those. What the reader alone has
 computed it computes, too: see [Note: made alone]. Where it has several that are not the same, or can have none, it says so. A
 rank that copies such values into a model alone (an average, to save it) reads them in the model, too.
@@ -16,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from hf_zero.engine.parameters.at_rest.known.entries import (
     forget,
     key_of_cast,
+    key_of_gradient,
     key_of_parameter,
     key_of_value,
     rows_with,
@@ -31,7 +34,7 @@ from hf_zero.engine.parameters.at_rest.known.entries import (
 from hf_zero.engine.parameters.at_rest.known.recipes import Called, Key, Recipe, UnknownError, digest
 from hf_zero.engine.parameters.at_rest.known.values import note
 from hf_zero.engine.parameters.at_rest.known.weak_tensor import WeakTensor
-from hf_zero.engine.parameters.at_rest.operators import base_name
+from hf_zero.engine.parameters.at_rest.operators import base_name, writes_of
 from hf_zero.engine.parameters.at_rest.root import AtRest, Root
 from hf_zero.engine.ranks.apart import same_bits
 from hf_zero.engine.ranks.serving import Serving
@@ -39,8 +42,13 @@ from hf_zero.engine.ranks.serving import Serving
 _COPIES = ("clone", "_to_copy", "contiguous", "lift_fresh")
 
 
-def key_of(root: Root) -> Key | None:
-    """Of a parameter as it is now, or of a value; None: it has none."""
+def key_of(root: Root, is_read: bool = False) -> Key | None:
+    """Of a parameter as it is now, or of a value; None: it has none.
+
+    Args:
+        root: the tensor.
+        is_read: and nothing is written to: of a gradient, too, as it is now.
+    """
     world, _ = root.held
     param = root.param
     number = None if param is None else world.serving.number_of(param)
@@ -50,7 +58,9 @@ def key_of(root: Root) -> Key | None:
         if tick and isinstance(source := copied_over(root), Key):
             return source  # what this rank alone has swapped in: copies of it are values that others have, or can make
         return key_of_parameter(world.serving, number, (tick, world.rank) if tick else 0)  # which nobody else has
-    return key_of_value(root)
+    key = key_of_value(root)
+    name = world.serving.gradient_with(root.rows) if key is None and is_read else None
+    return key if name is None else key_of_gradient(world.serving, name)
 
 
 def are_known_to_be_equal(one: Root, other: Root) -> bool:
@@ -216,7 +226,7 @@ def _note_source(root: Root, source: Key | WeakTensor | None) -> None:
 
 def _called(func: Any, args: Any, kwargs: Any, place: int | None, num_places: int) -> Called | None:
     try:
-        return Called.of(func, args, kwargs, place, num_places, key_of)
+        return Called.of(func, args, kwargs, place, num_places, partial(key_of, is_read=not writes_of(func)))
     except UnknownError:
         return None
 
@@ -224,7 +234,7 @@ def _called(func: Any, args: Any, kwargs: Any, place: int | None, num_places: in
 def _copy(args: Any, kwargs: Any) -> Call | None:
     """Of a copy on whatever device, perhaps in another dtype."""
     read, dtype = args[0], kwargs.get("dtype")
-    key = key_of(read) if isinstance(read, Root) else None
+    key = key_of(read, is_read=True) if isinstance(read, Root) else None
     if key is None:
         return None
     if dtype in (None, read.dtype):

@@ -28,6 +28,7 @@ from hf_zero.engine.parameters.at_rest.known.entries import (
     forget,
     keep,
     key_of_cast,
+    key_of_gradient,
     key_of_parameter,
     key_of_value,
     with_key,
@@ -35,7 +36,7 @@ from hf_zero.engine.parameters.at_rest.known.entries import (
 from hf_zero.engine.parameters.at_rest.known.recipes import Key, Recipe
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.ranks.apart import same_bits
-from hf_zero.engine.ranks.offers import GONE, stream_aside
+from hf_zero.engine.ranks.offers import GONE, Gradient, stream_aside
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
@@ -46,6 +47,7 @@ VALUES = "values computed from parameters"
 _LABEL = "values that some ranks have computed alone"
 _MOST_RECIPES = 20_000  # between two backwards; of what is still there twice as many, and the rest cannot be read alone
 _BITS, _PRINT_BYTES = 62, 7  # of a fingerprint, and of a key in it
+_KEEP = "let all ranks compute it, and keep it, or run the line that reads it before it changes"
 _CHANGED = "it has changed the value since: let all ranks run the line that reads"
 _CASTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -110,7 +112,11 @@ def _values_of(serving: Serving) -> _Values:
 
 
 def _search(tensor: Tensor) -> Key | None:
-    return key_of_value(tensor) if isinstance(tensor, Root) else None
+    if not isinstance(tensor, Root):
+        return None
+    key, serving = key_of_value(tensor), tensor.held[0].serving
+    name = serving.gradient_with(tensor.rows) if key is None else None
+    return key if name is None else key_of_gradient(serving, name)
 
 
 class _Values:
@@ -128,6 +134,7 @@ class _Values:
         self.recipes: dict[Key, Recipe] = {}
         self._adopted: dict[Key, Tensor] = {}  # rows of what other ranks keep
         self._parted: set[Key] = set()  # what not all can have
+        self._gradients: dict[Key, Gradient] = {}  # when a rank asks
         self._table: tuple[int, dict[Key, tuple[tuple[int, int], torch.dtype | None]]] = -1, {}
 
     def remember(self, key: Key, recipe: Recipe) -> None:
@@ -164,14 +171,19 @@ class _Values:
         serving = self._serving()
         if serving is None:
             raise CollectiveError(GONE)
+        self._gradients = {key_of_gradient(serving, each.name): each for each in serving.gradients()}
+        named = {key, *(each for recipe in recipes.values() for each in recipe.operands)}
+        values, gradients = (
+            [*filter(with_key, named)],
+            [self._gradients[each] for each in named & self._gradients.keys()],
+        )
         with serving.beside(serving.device):
-            operands = {each for recipe in recipes.values() for each in recipe.operands if with_key(each)}
-            part = self._made([key], recipes).get(key) or self._of_parameter(key)
+            part = self._made([key], recipes).get(key) or self._of_engine(key)
             if part is None:
-                advice = GONE if serving.has_lost_models else "let all ranks compute it, and keep it"
+                advice = GONE if serving.has_lost_models else _KEEP
                 raise CollectiveError(f"it has no such value: {advice}")
             rows = part[0].cpu().clone()
-        if not all(map(with_key, operands)):
+        if not all(map(with_key, values)) or any(serving.gradient_with(each.rows) != each.name for each in gradients):
             raise CollectiveError(_CHANGED)
         return rows, part[1]
 
@@ -194,6 +206,7 @@ class _Values:
             self._exchange(among)
 
     def _exchange(self, among: Collectives) -> None:
+        self._gradients = {}  # they are of this backward, and what was made is of earlier ones
         own = self._own()
         prints = [number for (number,) in among.agree([_sum(own)], _LABEL)]
         wanted, recipes = dict[Key, str](), dict[Key, Recipe]()
@@ -228,7 +241,7 @@ class _Values:
         try:
             made = self._made(missing, recipes, lambda key: key in wanted or self._adopted.pop(key, None))
             for key in missing:
-                part = made.pop(key, None) or self._of_parameter(key)
+                part = made.pop(key, None) or self._of_engine(key)
                 if part is not None:
                     self._adopted[key] = rows = part[0].to(self._device(wanted[key]), copy=True)
                     keep(serving, rows, key, part[1])
@@ -258,7 +271,7 @@ class _Values:
         return made
 
     def _has(self, key: Key) -> bool:
-        return bool(with_key(key)) or key in self._parameters()
+        return bool(with_key(key)) or key in self._gradients or key in self._parameters()
 
     def _part(self, key: Key) -> _Part | None:
         """This rank's part of what it has, as it is."""
@@ -268,16 +281,26 @@ class _Values:
             elif entry.ready is not None:
                 torch.accelerator.current_stream(rows.device).wait_event(entry.ready)
             return rows, entry.layout
-        return self._of_parameter(key)
+        return self._of_engine(key)
 
-    def _of_parameter(self, key: Key) -> _Part | None:
-        """What a copy of a parameter has, as this is now: nobody has to keep a copy for others to read theirs."""
+    def _of_engine(self, key: Key) -> _Part | None:
+        """What a copy of a parameter has, or of its gradient, as these are now: nobody has to keep a copy for others."""
         serving, known = self._serving(), self._parameters().get(key)
-        if serving is None or known is None:
+        if serving is None:
             return None
+        if known is None:
+            return self._of_gradient(key)
         number, dtype = known
         rows, layout = serving.parameter(number)
         return (rows.detach() if dtype is None else rows.detach().to(dtype)), layout
+
+    def _of_gradient(self, key: Key) -> _Part | None:
+        gradient = self._gradients.get(key)
+        if gradient is None:
+            return None
+        if gradient.ready is not None and gradient.rows.device.type != "cpu":
+            torch.accelerator.current_stream(gradient.rows.device).wait_event(gradient.ready)
+        return gradient.rows, gradient.layout
 
     def _parameters(self) -> dict[Key, tuple[tuple[int, int], torch.dtype | None]]:
         """The keys that copies of parameters have now, in their dtype or cast."""
