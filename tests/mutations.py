@@ -552,8 +552,8 @@ MUTATIONS = {
     ),
     "writes to gradients are not counted": Mutation(
         "engine/ranks/offers.py",
-        "left.num_writes += 1",
-        "left.num_writes += 0",
+        "_Written(count + 1, ready)",
+        "_Written(count, ready)",
         "tests/engine/ranks/test_serving.py -k cannot_be_read",
     ),
     "what a gradient is after a step goes for it": Mutation(

@@ -19,7 +19,7 @@ from hf_zero.engine.backward.passes import at_next_pass, current_pass, hear_of_p
 from hf_zero.engine.backward.reduction import Reducer, gradient_dtypes
 from hf_zero.engine.backward.session import Session
 from hf_zero.engine.backward.wanted import comes_to, handed_out, is_asked, is_wanted, reaches
-from hf_zero.engine.parameters.at_rest.root import Root
+from hf_zero.engine.parameters.partitioned_tensor import PartitionedTensor
 from hf_zero.engine.parameters.records import ZeroParameter, is_trainable
 from hf_zero.engine.parameters.user_hooks import post_accumulate_hooks, those_hooked_after
 from hf_zero.engine.parameters.whole import when_exchanged
@@ -233,9 +233,9 @@ class Backward:
         """Let a rank read alone what a backward of all ranks has left: see [Note: alone]."""
         if not self._world.serving.is_asked:
             return
-        grads: Iterator[tuple[int, Any]] = ((number, p.param.grad) for number, p in enumerate(self._trained))
-        rows = ((number, grad.rows) for number, grad in grads if isinstance(grad, Root))
-        self.gathering.changes.note_gradients(rows, self._world.device)
+        grads: list[Any] = [p.param.grad for p in self._trained]
+        numbers = [number for number, grad in enumerate(grads) if isinstance(grad, PartitionedTensor)]
+        self.gathering.changes.note_gradients(numbers, [grads[i]._local_tensor for i in numbers], self._world.device)
 
     def _forget_no_sync(self) -> None:
         self._follows_no_sync = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -16,27 +17,18 @@ from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
 _PARAMETERS = "parameters"
+_version_of = operator.attrgetter("_version")
 
 GONE = (
     "the model does not exist there any more: keep it until rank 0 has saved (`dist.barrier()`), or let all ranks save"
 )
 
 
-@dataclass
-class _Left:
-    """A gradient as a backward has left it.
+class _Written(NamedTuple):
+    """How often something was written to, and on a device what passes when the last of it was there."""
 
-    Attributes:
-        number: of its parameter.
-        version: of its rows, then.
-        ready: on a device, passes when it was there, or has been written to since.
-        num_writes: by operators, which torch does not count on rows.
-    """
-
-    number: int
-    version: int
+    num_writes: int
     ready: torch.Event | None
-    num_writes: int = 0
 
 
 @dataclass
@@ -46,23 +38,32 @@ class ChangeCount:
     Attributes:
         begun: how many steps and edits have begun.
         num_backwards: that have left gradients.
-        gradients: that the last one has left, by the ids of their rows.
+        gradients: that the last one has left: number of the parameter, and version of the rows, by the id of the rows.
+        written: by operators into gradients since, which torch does not count on rows; by the ids of the rows.
+        ready: on a device, passes when what the backward has left was there.
     """
 
     begun: int = 0
     num_backwards: int = 0
-    gradients: dict[int, _Left] = field(default_factory=dict)
+    gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
+    written: dict[int, _Written] = field(default_factory=dict)
+    ready: torch.Event | None = None
 
-    def note_gradients(self, rows: Iterable[tuple[int, Tensor]], device: torch.device) -> None:
-        """A backward has ended.
+    def note_gradients(self, numbers: Sequence[int], rows: Sequence[Tensor], device: torch.device) -> None:
+        """A backward of all ranks has ended.
 
         Args:
-            rows: this rank's of each gradient, with the number of its parameter.
+            numbers: of the parameters that have gradients.
+            rows: this rank's of each gradient.
             device: on whose current stream they are there.
         """
-        ready = _event(device)
         self.num_backwards += 1
-        self.gradients = {id(each): _Left(number, each._version, ready) for number, each in rows}
+        self.gradients = dict(zip(map(id, rows), zip(numbers, map(_version_of, rows), strict=True), strict=True))
+        self.written, self.ready = {}, _event(device)
+
+    def written_to(self, rows: Tensor) -> _Written:
+        """How a gradient was written to since the backward."""
+        return self.written.get(id(rows), _Written(0, self.ready))
 
 
 def _event(device: torch.device) -> torch.Event | None:
@@ -205,37 +206,38 @@ class Offers:
     def gradient_with(self, rows: Tensor) -> NameOfGradient | None:
         """Which gradient has these rows, as the last backward has left it; None: no such one."""
         for place, changes in enumerate(self._changes):
-            left = changes.gradients.get(id(rows))
-            engine = None if left is None else self._engines[place]()
-            if left is None or engine is None:
+            number, version = changes.gradients.get(id(rows), (None, 0))
+            engine = None if number is None else self._engines[place]()
+            if number is None or engine is None:
                 continue
-            found = engine.gradient_of(left.number)
+            found = engine.gradient_of(number)
             if found is not None and found[0] is rows:
-                num_writes = left.num_writes + rows._version - left.version
-                return NameOfGradient(place, left.number, changes.num_backwards, num_writes)
+                num_writes = changes.written_to(rows).num_writes + _version_of(rows) - version
+                return NameOfGradient(place, number, changes.num_backwards, num_writes)
         return None
 
     def gradients(self) -> Iterator[Gradient]:
         """All that there are now."""
         for changes, reference in zip(self._changes, self._engines, strict=True):
             engine = reference()
-            for left in list(changes.gradients.values()) if engine is not None else ():
-                found = None if engine is None else engine.gradient_of(left.number)
+            for number, _ in list(changes.gradients.values()) if engine is not None else ():
+                found = None if engine is None else engine.gradient_of(number)
                 name = None if found is None else self.gradient_with(found[0])
                 if found is not None and name is not None:
-                    yield Gradient(name, *found, left.ready)
+                    yield Gradient(name, *found, changes.written_to(found[0]).ready)
 
     def before_write(self, rows: Tensor) -> None:
         """These rows, perhaps of a gradient, are about to be written to."""
         for changes in self._changes:
-            if (left := changes.gradients.get(id(rows))) is not None:
-                left.num_writes += 1
+            if id(rows) in changes.gradients:
+                count, ready = changes.written_to(rows)
+                changes.written[id(rows)] = _Written(count + 1, ready)
 
     def after_write(self, rows: Tensor) -> None:
         """What writes to these rows has been begun, on the current stream of a device."""
         for changes in self._changes if rows.device.type != "cpu" else ():
-            if (left := changes.gradients.get(id(rows))) is not None:
-                left.ready = _event(rows.device)
+            if id(rows) in changes.gradients:
+                changes.written[id(rows)] = _Written(changes.written_to(rows).num_writes, _event(rows.device))
 
     def given(self, key: str, item: object) -> tuple[Tensor, RowLayout]:
         """This rank's part of what is offered under a key.
