@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,11 +17,18 @@ from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
 
 _PARAMETERS = "parameters"
-_version_of = operator.attrgetter("_version")
 
 GONE = (
     "the model does not exist there any more: keep it until rank 0 has saved (`dist.barrier()`), or let all ranks save"
 )
+
+
+class _Left(NamedTuple):
+    """What a backward has left as a gradient: its rows, the number of its parameter, and the version of the rows."""
+
+    rows: weakref.ref[Tensor]
+    number: int
+    version: int
 
 
 class _Written(NamedTuple):
@@ -38,16 +45,18 @@ class ChangeCount:
     Attributes:
         begun: how many steps and edits have begun.
         num_backwards: that have left gradients.
-        gradients: that the last one has left: number of the parameter, and version of the rows, by the id of the rows.
-        written: by operators into gradients since, which torch does not count on rows; by the ids of the rows.
-        ready: on a device, passes when what the backward has left was there.
+        gradients: that the last one has left, by the ids of their rows, until a step or an edit of parameters begins.
+        written: by operators into these gradients since, which torch does not count on rows; by the ids of the rows.
+        num_writes: of them all.
     """
 
     begun: int = 0
     num_backwards: int = 0
-    gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
+    gradients: dict[int, _Left] = field(default_factory=dict)
     written: dict[int, _Written] = field(default_factory=dict)
-    ready: torch.Event | None = None
+    num_writes: int = 0
+    _begun_before: int = -1
+    _ready: torch.Event | None = None
 
     def note_gradients(self, numbers: Sequence[int], rows: Sequence[Tensor], device: torch.device) -> None:
         """A backward of all ranks has ended.
@@ -57,13 +66,23 @@ class ChangeCount:
             rows: this rank's of each gradient.
             device: on whose current stream they are there.
         """
+        left = map(_Left, map(weakref.ref, rows), numbers, map(_version_of, rows))
+        self.gradients = dict(zip(map(id, rows), left, strict=True))
+        self.written, self._ready, self._begun_before = {}, _event(device), self.begun
         self.num_backwards += 1
-        self.gradients = dict(zip(map(id, rows), zip(numbers, map(_version_of, rows), strict=True), strict=True))
-        self.written, self.ready = {}, _event(device)
+
+    def left(self, rows: Tensor) -> _Left | None:
+        """What these rows are of what the last backward has left."""
+        found = self.gradients.get(id(rows)) if self._begun_before == self.begun else None
+        return found if found is not None and found.rows() is rows else None
 
     def written_to(self, rows: Tensor) -> _Written:
         """How a gradient was written to since the backward."""
-        return self.written.get(id(rows), _Written(0, self.ready))
+        return self.written.get(id(rows), _Written(0, self._ready))
+
+
+def _version_of(rows: Tensor) -> int:
+    return 0 if rows.is_inference() else rows._version
 
 
 def _event(device: torch.device) -> torch.Event | None:
@@ -91,9 +110,8 @@ class NameOfGradient(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """This rank's rows of a gradient, and when they are there."""
+    """This rank's rows of a gradient, and on a device what passes when they are there."""
 
-    name: NameOfGradient
     rows: Tensor
     layout: RowLayout
     ready: torch.Event | None
@@ -144,9 +162,6 @@ class Offers:
         self._searches: dict[str, Callable[[Tensor], object]] = {_PARAMETERS: self.number_of}
         self._questions: dict[str, Callable[[Any], object]] = {}
         self._outliving: set[str] = set()
-        self._written: torch.Event | None = (
-            None  # on a device, passes when the last gradient or value has been written to
-        )
 
     def add(self, engine: Served) -> Lasting[Served]:
         """Let the parameters of an engine be asked for; all ranks add engines in the same order. Returns what refers to it."""
@@ -206,37 +221,44 @@ class Offers:
     def gradient_with(self, rows: Tensor) -> NameOfGradient | None:
         """Which gradient has these rows, as the last backward has left it; None: no such one."""
         for place, changes in enumerate(self._changes):
-            number, version = changes.gradients.get(id(rows), (None, 0))
-            engine = None if number is None else self._engines[place]()
-            if number is None or engine is None:
-                continue
-            found = engine.gradient_of(number)
-            if found is not None and found[0] is rows:
-                num_writes = changes.written_to(rows).num_writes + _version_of(rows) - version
-                return NameOfGradient(place, number, changes.num_backwards, num_writes)
+            left = changes.left(rows)
+            engine = None if left is None else self._engines[place]()
+            found = None if left is None or engine is None else engine.gradient_of(left.number)
+            if left is not None and found is not None and found[0] is rows:
+                num_writes = changes.written_to(rows).num_writes + _version_of(rows) - left.version
+                return NameOfGradient(place, left.number, changes.num_backwards, num_writes)
         return None
 
-    def gradients(self) -> Iterator[Gradient]:
-        """All that there are now."""
-        for changes, reference in zip(self._changes, self._engines, strict=True):
-            engine = reference()
-            for number, _ in list(changes.gradients.values()) if engine is not None else ():
-                found = None if engine is None else engine.gradient_of(number)
-                name = None if found is None else self.gradient_with(found[0])
-                if found is not None and name is not None:
-                    yield Gradient(name, *found, changes.written_to(found[0]).ready)
+    def gradient(self, name: NameOfGradient) -> Gradient | None:
+        """The gradient of this name, if there is one now."""
+        engine = self._engines[name.engine]()
+        found = None if engine is None else engine.gradient_of(name.number)
+        if found is None or self.gradient_with(found[0]) != name:
+            return None
+        return Gradient(*found, self._changes[name.engine].written_to(found[0]).ready)
+
+    def names_of_gradients(self) -> list[NameOfGradient]:
+        """Of all that there are now."""
+        rows = [left.rows() for changes in self._changes for left in list(changes.gradients.values())]
+        return [name for each in rows if each is not None and (name := self.gradient_with(each)) is not None]
+
+    @property
+    def writes(self) -> object:
+        """Changes with every step, edit and backward, and when an operator writes into a gradient."""
+        return [(each.begun, each.num_backwards, each.num_writes) for each in self._changes]
 
     def before_write(self, rows: Tensor) -> None:
         """These rows, perhaps of a gradient, are about to be written to."""
         for changes in self._changes:
-            if id(rows) in changes.gradients:
-                count, ready = changes.written_to(rows)
-                changes.written[id(rows)] = _Written(count + 1, ready)
+            if changes.left(rows) is not None:
+                num_writes, ready = changes.written_to(rows)
+                changes.written[id(rows)] = _Written(num_writes + 1, ready)
+                changes.num_writes += 1
 
     def after_write(self, rows: Tensor) -> None:
         """What writes to these rows has been begun, on the current stream of a device."""
         for changes in self._changes if rows.device.type != "cpu" else ():
-            if id(rows) in changes.gradients:
+            if changes.left(rows) is not None:
                 changes.written[id(rows)] = _Written(changes.written_to(rows).num_writes, _event(rows.device))
 
     def given(self, key: str, item: object) -> tuple[Tensor, RowLayout]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -79,7 +79,8 @@ class ServedParameters:
     def gradient_of(self, number: int) -> tuple[Tensor, RowLayout] | None:
         """See `Served`."""
         p = self._parameters[number]
-        return (p.param.grad.rows, p.layout) if isinstance(p.param.grad, Root) else None
+        grad: Any = p.param.grad  # once: another thread may drop it
+        return (grad.rows, p.layout) if isinstance(grad, Root) else None
 
     _is_exiting: ClassVar = staticmethod(sys.is_finalizing)  # by then the module has no names any more
 

@@ -3,7 +3,9 @@
 import copy
 import gc
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 import hf_zero as zero
 from hf_zero.comm.beside.progress import progress
 from hf_zero.engine.gathered_parameters import GatheredAlone
-from tests.engine.twins import EXCHANGES, SHARDED, Twins, sgd
+from tests.engine.twins import EXCHANGES, SHARDED, Twins, sgd, whole
 from tests.ranks import on_ranks
 
 SOON_S = 10  # of the 60 s that ranks wait for each other
@@ -133,6 +135,60 @@ def test_rank_0_reads_gradients_alone_before_the_step_that_others_have_come_to(s
         twins.steps_done += 1
     _check(twins)
     dist.barrier()
+
+
+class Normed(torch.optim.SGD):
+    """Writes into gradients in its step, which stays what it is between a step and `zero_grad`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.grad.div_(param.grad.norm() + 1.0)
+        super().step(closure)
+
+
+@on_ranks(2, 3, stage=SHARDED)
+def test_all_ranks_read_gradients_wherever_they_come_from(stage: int) -> None:
+    """Assigned, where one rank's memory has the place of an earlier gradient; or written to in a step, of a part by owners."""
+    twins = Twins(stage)
+    pairs = [(model, Normed(model.parameters(), lr=0.01)) for model in (twins.model, twins.reference)]
+    kept = []
+    for step in range(3):
+        twins.backward_reference()
+        twins.backward()
+        kept.append([torch.ones(1)] * dist.get_rank() * step)
+        for model, optimizer in pairs:
+            grads = [torch.as_tensor(whole(param.grad)).clone() for param in model.parameters()]
+            optimizer.zero_grad()
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.grad = grad * 0.5
+        _check_norms(twins)
+        for _, optimizer in pairs:
+            optimizer.step()
+        _check_norms(twins)
+        for _, optimizer in pairs:
+            optimizer.zero_grad()
+        twins.steps_done += 1
+
+
+def _check_norms(twins: Twins) -> None:
+    for param, expected in zip(twins.model.parameters(), twins.reference.parameters(), strict=True):
+        assert param.grad is not None and expected.grad is not None
+        torch.testing.assert_close(param.grad.norm(), expected.grad.norm(), rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2, stage=SHARDED)
+def test_gradients_that_are_read_alone_are_not_kept(stage: int) -> None:
+    twins = Twins(stage)
+    twins.backward()
+    if dist.get_rank() == 0:
+        twins.model.head.weight.grad.norm()
+    dist.barrier()
+    rows = [weakref.ref(param.grad.to_local()) for param in twins.model.parameters()]
+    twins.optimizers[0].step()
+    twins.optimizers[0].zero_grad()
+    gc.collect()
+    assert not any(reference() is not None for reference in rows)
 
 
 @on_ranks(2, stage=SHARDED)

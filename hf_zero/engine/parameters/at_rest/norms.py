@@ -36,17 +36,19 @@ def norms_of(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         norms = [_norm(part, order, dtype) for part in parts]
     cut = [i for i, t in enumerate(tensors) if isinstance(t, Root) and t.is_cut]
-    if not _all_ask([cast(Root, tensors[i]) for i in cut], is_read=not is_list):
+    roots = [cast(Root, tensors[i]) for i in cut]
+    have_met = _all_ask(roots, is_read=not is_list)
+    if have_met is False:
         return None
-    for place, norm in zip(
-        cut, _added([cast(Root, tensors[i]) for i in cut], [norms[i] for i in cut], order), strict=True
-    ):
+    for place, norm in zip(cut, _added(roots, [norms[i] for i in cut], order, bool(have_met)), strict=True):
         norms[place] = norm
     return norms if is_list else norms[0]
 
 
-def _all_ask(roots: Sequence[Root], is_read: bool) -> bool:
+def _all_ask(roots: Sequence[Root], is_read: bool) -> bool | None:
     """Whether every rank asks for norms of these, or one does so alone, which may happen with parameters and values.
+
+    None: they have not met to see.
 
     Args:
         roots: the tensors.
@@ -54,10 +56,10 @@ def _all_ask(roots: Sequence[Root], is_read: bool) -> bool:
     """
     worlds = dict.fromkeys(root.held[0] for root in roots)
     if len(worlds) != 1 or any(root.param is None and key_of(root, is_read) is None for root in roots):
-        return True
+        return None
     (world,) = worlds
     known = [cast(Tensor, root) if root.param is None else root.param for root in roots]
-    return not world.serving.can_be_alone or world.all_come(f"norms of {roots[0].describe()}", known)
+    return world.all_come(f"norms of {roots[0].describe()}", known) if world.serving.can_be_alone else None
 
 
 def _norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
@@ -66,13 +68,13 @@ def _norm(rows: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(rows, order, dtype=dtype))
 
 
-def _added(roots: list[Root], norms: list[Tensor], order: float) -> list[Tensor]:
+def _added(roots: list[Root], norms: list[Tensor], order: float, have_met: bool) -> list[Tensor]:
     """The norms of the whole tensors, of which every rank has that of its elements; one exchange for each set of ranks."""
     result = list(norms)
     for world in dict.fromkeys(root.held[0] for root in roots):  # not a set: its order differs by rank
         places = [i for i, root in enumerate(roots) if root.held[0] is world]
         mine = torch.stack([norms[i].double() for i in places])
-        by_rows = by_rank(world, mine, over_tensor=False)
+        by_rows = by_rank(world, mine, over_tensor=False, have_met=have_met)
         cuts = [roots[i].held[1] for i in places]
         mine = _whole_norms(by_rows, mine, [cut.rows.num_ranks > 1 for cut in cuts], order)
         if world.tensor.num_ranks > 1:
@@ -89,13 +91,14 @@ def _whole_norms(parts: Tensor, own: Tensor, are_cut: list[bool], order: float) 
     return whole if all(are_cut) else torch.where(own.new_tensor(are_cut, dtype=torch.bool), whole, own)
 
 
-def by_rank(world: World, values: Tensor, over_tensor: bool) -> Tensor:
-    """Every rank's `values`, a row each, by rank of the shard axis or of the tensor axis."""
+def by_rank(world: World, values: Tensor, over_tensor: bool, have_met: bool = False) -> Tensor:
+    """Every rank's `values`, a row each, by rank of the shard axis or of the tensor axis; `have_met`: just now, for this."""
     axis = world.tensor if over_tensor else world.shards
     layout = RowLayout((axis.num_ranks, values.numel()), axis.num_ranks)
     rows = values.new_zeros(layout.padded_numel)
     layout.elements_of(rows, axis.rank).copy_(values)
     if axis.num_ranks > 1:
-        world.meet("norms of partitioned tensors (all ranks must ask for them)")
+        if not have_met:
+            world.meet("norms of partitioned tensors (all ranks must ask for them)")
         axis.gather([Rows(rows, layout)], "norms of partitioned tensors").wait()
     return rows.view(layout.shape)

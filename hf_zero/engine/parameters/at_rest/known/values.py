@@ -36,7 +36,7 @@ from hf_zero.engine.parameters.at_rest.known.entries import (
 from hf_zero.engine.parameters.at_rest.known.recipes import Key, Recipe
 from hf_zero.engine.parameters.at_rest.root import Root
 from hf_zero.engine.ranks.apart import same_bits
-from hf_zero.engine.ranks.offers import GONE, Gradient, stream_aside
+from hf_zero.engine.ranks.offers import GONE, NameOfGradient, stream_aside
 from hf_zero.engine.ranks.serving import Serving
 from hf_zero.errors import CollectiveError
 from hf_zero.layout import RowLayout
@@ -134,7 +134,7 @@ class _Values:
         self.recipes: dict[Key, Recipe] = {}
         self._adopted: dict[Key, Tensor] = {}  # rows of what other ranks keep
         self._parted: set[Key] = set()  # what not all can have
-        self._gradients: dict[Key, Gradient] = {}  # when a rank asks
+        self._named: tuple[object, dict[Key, NameOfGradient]] = None, {}
         self._table: tuple[int, dict[Key, tuple[tuple[int, int], torch.dtype | None]]] = -1, {}
 
     def remember(self, key: Key, recipe: Recipe) -> None:
@@ -171,19 +171,15 @@ class _Values:
         serving = self._serving()
         if serving is None:
             raise CollectiveError(GONE)
-        self._gradients = {key_of_gradient(serving, each.name): each for each in serving.gradients()}
         named = {key, *(each for recipe in recipes.values() for each in recipe.operands)}
-        values, gradients = (
-            [*filter(with_key, named)],
-            [self._gradients[each] for each in named & self._gradients.keys()],
-        )
+        values, gradients = [*filter(with_key, named)], [self._names()[each] for each in named & self._names().keys()]
         with serving.beside(serving.device):
             part = self._made([key], recipes).get(key) or self._of_engine(key)
             if part is None:
                 advice = GONE if serving.has_lost_models else _KEEP
                 raise CollectiveError(f"it has no such value: {advice}")
             rows = part[0].cpu().clone()
-        if not all(map(with_key, values)) or any(serving.gradient_with(each.rows) != each.name for each in gradients):
+        if not all(map(with_key, values)) or any(serving.gradient(each) is None for each in gradients):
             raise CollectiveError(_CHANGED)
         return rows, part[1]
 
@@ -206,7 +202,6 @@ class _Values:
             self._exchange(among)
 
     def _exchange(self, among: Collectives) -> None:
-        self._gradients = {}  # they are of this backward, and what was made is of earlier ones
         own = self._own()
         prints = [number for (number,) in among.agree([_sum(own)], _LABEL)]
         wanted, recipes = dict[Key, str](), dict[Key, Recipe]()
@@ -271,7 +266,7 @@ class _Values:
         return made
 
     def _has(self, key: Key) -> bool:
-        return bool(with_key(key)) or key in self._gradients or key in self._parameters()
+        return bool(with_key(key)) or key in self._parameters() or key in self._names()
 
     def _part(self, key: Key) -> _Part | None:
         """This rank's part of what it has, as it is."""
@@ -295,12 +290,22 @@ class _Values:
         return (rows.detach() if dtype is None else rows.detach().to(dtype)), layout
 
     def _of_gradient(self, key: Key) -> _Part | None:
-        gradient = self._gradients.get(key)
+        serving, name = self._serving(), self._names().get(key)
+        gradient = None if serving is None or name is None else serving.gradient(name)
         if gradient is None:
             return None
         if gradient.ready is not None and gradient.rows.device.type != "cpu":
             torch.accelerator.current_stream(gradient.rows.device).wait_event(gradient.ready)
         return gradient.rows, gradient.layout
+
+    def _names(self) -> dict[Key, NameOfGradient]:
+        """The gradients that there are now, by their keys."""
+        serving = self._serving()
+        if serving is None:
+            return {}
+        if (writes := serving.writes) != self._named[0]:
+            self._named = writes, {key_of_gradient(serving, name): name for name in serving.names_of_gradients()}
+        return self._named[1]
 
     def _parameters(self) -> dict[Key, tuple[tuple[int, int], torch.dtype | None]]:
         """The keys that copies of parameters have now, in their dtype or cast."""
