@@ -552,8 +552,8 @@ MUTATIONS = {
     ),
     "writes to gradients are not counted": Mutation(
         "engine/ranks/offers.py",
-        "_Written(count + 1, ready)",
-        "_Written(count, ready)",
+        "_Written(num_writes + 1, ready)",
+        "_Written(num_writes, ready)",
         "tests/engine/ranks/test_serving.py -k cannot_be_read",
     ),
     "what a gradient is after a step goes for it": Mutation(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero as zero
+from hf_zero import torch_compat
 from hf_zero.comm.beside.progress import progress
 from hf_zero.engine.gathered_parameters import GatheredAlone
 from tests.engine.twins import EXCHANGES, SHARDED, Twins, sgd, whole
@@ -184,7 +185,7 @@ def test_gradients_that_are_read_alone_are_not_kept(stage: int) -> None:
     if dist.get_rank() == 0:
         twins.model.head.weight.grad.norm()
     dist.barrier()
-    rows = [weakref.ref(param.grad.to_local()) for param in twins.model.parameters()]
+    rows = [weakref.ref(torch_compat.local_of(param.grad)) for param in twins.model.parameters()]
     twins.optimizers[0].step()
     twins.optimizers[0].zero_grad()
     gc.collect()
