@@ -374,6 +374,7 @@ TORCH = [
     Seam(torch.amp.grad_scaler, "_MultiDeviceReplicator", "", "see above"),
     Seam(torch.amp.grad_scaler._MultiDeviceReplicator(torch.ones(())), "_per_device_tensors", "", "see above"),
     Seam(torch.nn.utils.parametrize, "_maybe_set", "torch.utils.swap_tensors(dest, src)", "no exchange with itself"),
+    Seam(torch.utils, "swap_tensors", 'f"Expected use_count of {name}', "tensor_swaps: something that is alive"),
     Seam(nn.Parameter, "__new__", "t._is_param = True", "an alias of a parameter is none"),
     Seam(nn.Module, "load_state_dict", 'local_metadata["assign_to_params_buffers"] = assign', "assign=True copies"),
     Seam(

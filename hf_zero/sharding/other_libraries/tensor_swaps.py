@@ -56,7 +56,7 @@ def _swap(original: Callable[[Tensor, Tensor], None], t1: Tensor, t2: Tensor) ->
     try:
         original(t1, t2)
     except RuntimeError as error:
-        if not isinstance(t1, PartitionedTensor) or "single reference" not in str(error):
+        if not isinstance(t1, PartitionedTensor) or "use_count" not in str(error):
             raise
         raise UsageError(
             f"{t1.describe()} cannot become {t2.dtype} on {t2.device} while something that was computed of it is alive (a loss "
