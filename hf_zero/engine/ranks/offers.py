@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,12 +24,8 @@ GONE = (
 )
 
 
-class _Left(NamedTuple):
-    """What a backward has left as a gradient: its rows, the number of its parameter, and the version of the rows."""
-
-    rows: weakref.ref[Tensor]
-    number: int
-    version: int
+# What a backward has left as a gradient: its rows, the number of its parameter, and the version of the rows.
+_Left = tuple[weakref.ref[Tensor], int, int]
 
 
 class _Written(NamedTuple):
@@ -66,7 +63,8 @@ class ChangeCount:
             rows: this rank's of each gradient.
             device: on whose current stream they are there.
         """
-        left = map(_Left, map(weakref.ref, rows), numbers, map(_version_of, rows))
+        version_of = _version_of if any(map(Tensor.is_inference, rows)) else operator.attrgetter("_version")
+        left = zip(map(weakref.ref, rows), numbers, map(version_of, rows), strict=True)  # no Python a parameter
         self.gradients = dict(zip(map(id, rows), left, strict=True))
         self.written, self._ready, self._begun_before = {}, _event(device), self.begun
         self.num_backwards += 1
@@ -74,7 +72,7 @@ class ChangeCount:
     def left(self, rows: Tensor) -> _Left | None:
         """What these rows are of what the last backward has left."""
         found = self.gradients.get(id(rows)) if self._begun_before == self.begun else None
-        return found if found is not None and found.rows() is rows else None
+        return found if found is not None and found[0]() is rows else None
 
     def written_to(self, rows: Tensor) -> _Written:
         """How a gradient was written to since the backward."""
@@ -223,10 +221,13 @@ class Offers:
         for place, changes in enumerate(self._changes):
             left = changes.left(rows)
             engine = None if left is None else self._engines[place]()
-            found = None if left is None or engine is None else engine.gradient_of(left.number)
-            if left is not None and found is not None and found[0] is rows:
-                num_writes = changes.written_to(rows).num_writes + _version_of(rows) - left.version
-                return NameOfGradient(place, left.number, changes.num_backwards, num_writes)
+            if left is None or engine is None:
+                continue
+            _, number, version = left
+            found = engine.gradient_of(number)
+            if found is not None and found[0] is rows:
+                num_writes = changes.written_to(rows).num_writes + _version_of(rows) - version
+                return NameOfGradient(place, number, changes.num_backwards, num_writes)
         return None
 
     def gradient(self, name: NameOfGradient) -> Gradient | None:
@@ -239,7 +240,7 @@ class Offers:
 
     def names_of_gradients(self) -> list[NameOfGradient]:
         """Of all that there are now."""
-        rows = [left.rows() for changes in self._changes for left in list(changes.gradients.values())]
+        rows = [reference() for changes in self._changes for reference, *_ in list(changes.gradients.values())]
         return [name for each in rows if each is not None and (name := self.gradient_with(each)) is not None]
 
     @property
