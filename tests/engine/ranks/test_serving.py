@@ -86,6 +86,13 @@ def test_reads_of_rank_0_alone_are_those_of_the_whole_model(stage: int, collecti
         dist.barrier()
 
 
+def _step(twins: Twins) -> None:
+    for optimizer in twins.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    twins.steps_done += 1
+
+
 @on_ranks(2, 3, stage=SHARDED, collectives=EXCHANGES)
 def test_reads_of_rank_0_alone_before_the_step_that_others_have_come_to(stage: int, collectives: str) -> None:
     twins = Twins(stage, collectives=collectives)
@@ -95,10 +102,7 @@ def test_reads_of_rank_0_alone_before_the_step_that_others_have_come_to(stage: i
         if dist.get_rank() == 0:
             time.sleep(0.1)  # the others need nothing of this rank for a step
             _check(twins)
-        for optimizer in twins.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        twins.steps_done += 1
+        _step(twins)
     dist.barrier()
 
 
@@ -130,10 +134,7 @@ def test_rank_0_reads_gradients_alone_before_the_step_that_others_have_come_to(s
         if dist.get_rank() == 0:
             time.sleep(0.1)
             torch.testing.assert_close(_of_gradients(twins.model), _of_gradients(twins.reference))
-        for optimizer in twins.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        twins.steps_done += 1
+        _step(twins)
     _check(twins)
     dist.barrier()
 
