@@ -1,13 +1,14 @@
 """Which value a tensor at rest has, whatever rank names it.
 
 [Note: lineage] Ranks that run the same lines compute the same values: copies of weights, averages of them. A rank that reads
-one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a parameter,
-which one, and after how many steps and edits; of one that belongs to no engine, as of an average's model, how many were
-made before it; of what an operator gives or writes, the operator, the keys of its operands, and
-numbers; of a gradient, which one, after how many backwards, and how often it was written to since. What comes from anything
-else (a plain tensor, random numbers) has none. A rank gives its part of a value that it has under the same key, or that a copy
-of its parameter would have: nobody has to keep those. What the reader alone has computed it computes, too: see [Note: made alone]. Where it has several that are not the same, or can have none, it says so. A
-rank that copies such values into a model alone (an average, to save it) reads them in the model, too.
+one alone, see [Note: alone], has to say which one it means. So a value has a key that tells how it came to be: of a
+parameter, which one, and after how many steps and edits; of one that belongs to no engine, as of an average's model, how many
+were made before it; of what an operator gives or writes, the operator, the keys of its operands, and numbers; of a gradient,
+which one, after how many backwards, and how often it was written to since. What comes from anything else (a plain tensor,
+random numbers) has none. A rank gives its part of a value that it has under the same key, or that a copy of its parameter
+would have: nobody has to keep those. What the reader alone has computed it computes, too: see [Note: made alone]. Where it
+has several that are not the same, or can have none, it says so. A rank that copies such values into a model alone (an
+average, to save it) reads them in the model, too.
 """
 
 from __future__ import annotations
